@@ -1,0 +1,41 @@
+"""How one sequence is sampled, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Resolved sampling parameters of one sequence; the router has validated and defaulted them.
+
+    `seed` with `sequence_index` and a token's absolute position names that token's noise (coupled
+    sampling); without a seed, rejection sampling is used. `stop_token_ids` holds all that end the
+    sequence, the model's own included unless the request ignores them. `logprobs` is how many of the
+    likeliest tokens to report; None reports nothing.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    sequence_index: int = 0
+    min_tokens: int = 0
+    max_tokens: int = 256
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def coupled(self) -> bool:
+        """Whether target and drafter draw with the same noise (greedy is that with none)."""
+        return self.greedy or self.seed is not None

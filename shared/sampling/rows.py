@@ -1,0 +1,28 @@
+"""Which rows of a step's logits belong to which sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """The rows of one sequence in a step's packed logits `[total_rows, vocab_size]`.
+
+    Sequences follow one another; this one has `num_rows` = 1 + len(proposal) consecutive rows, and row j
+    predicts the token at position len(token_ids) + j, given `token_ids + proposal.token_ids[:j]`.
+    The first `num_prompt_tokens` of `token_ids` are the prompt, the rest is output.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    proposal: Proposal = EMPTY_PROPOSAL
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.proposal)
