@@ -1,0 +1,35 @@
+"""What one step's sampling gives one sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's log-probability (nats) under the target at temperature 1, before penalties and filters,
+    and the likeliest (token id, log-probability) pairs, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Candidates(NamedTuple):
+    """The truncated, renormalised distribution a draft token was drawn from, packed as in `Proposal`:
+    `count` little-endian uint32 ids and float32 probabilities."""
+
+    count: int
+    ids: bytes
+    probs: bytes
+
+
+class SampledTokens(NamedTuple):
+    """New tokens of one sequence: `num_accepted` draft tokens, then one drawn now.
+
+    `logprobs` has an entry for each token where the request asks for them; `candidates` is set when
+    a drafter draws for rejection sampling.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    candidates: Candidates | None = None
