@@ -1,0 +1,108 @@
+"""The attention function that transformers calls in every layer, over paged KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shared.engine.attention.batch import AttentionBatch, AttentionGroup
+
+# The name it is registered under; none of the library's own `paged|...`, whose contract keeps changing.
+ATTENTION_NAME = "outrider_paged"
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    *,
+    attention_batch: AttentionBatch,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Writes this layer's keys and values to their slots, then attends over each sequence's own blocks.
+
+    query `(1, num_heads, T, head_dim)`, key and value `(1, num_kv_heads, T, head_dim)`, after rotary
+    embedding; returns `(1, T, num_heads, value_head_dim)`. Registered with no mask function, so that
+    attention_mask is None: visibility comes from `attention_batch`.
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    batch = attention_batch
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    batch.pool.write(layer, batch.first_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if len(batch.groups) == 1:
+        return _attend(layer, query, batch, batch.groups[0], scale, sliding_window, softcap, s_aux).unsqueeze(0), None
+    output = query.new_empty((query.shape[2], query.shape[1], batch.pool.shape.value_head_dim))
+    for group in batch.groups:
+        attended = _attend(layer, query, batch, group, scale, sliding_window, softcap, s_aux)
+        output.index_copy_(0, group.token_index, attended)  # type: ignore[arg-type]
+    return output.unsqueeze(0), None
+
+
+def _attend(
+    layer: int,
+    query: Tensor,
+    batch: AttentionBatch,
+    group: AttentionGroup,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of one group's T' tokens, `[T', num_heads, value_head_dim]`.
+
+    The query heads that share a KV head (GQA) are folded into the query axis, so that keys and values are
+    never repeated: measured 12 times faster than `enable_gqa` at 32 decodes on CPU.
+    """
+    num_heads, head_dim = query.shape[1], query.shape[3]
+    num_kv_heads = batch.pool.shape.num_kv_heads
+    fold = num_heads // num_kv_heads
+    size, longest = group.query_index.shape
+    # [heads, B, Q, D] -> [B, kv_heads, fold * Q, D]
+    queries = query[0].index_select(1, group.query_index.view(-1)).view(num_kv_heads, fold, size, longest, head_dim)
+    queries = queries.permute(2, 0, 1, 3, 4).reshape(size, num_kv_heads, fold * longest, head_dim)
+    keys, values = (rows.transpose(1, 2) for rows in batch.pool.gather(layer, group.first_rows))
+    mask = group.mask(sliding_window, fold, query.dtype)
+    if softcap is None and sinks is None:
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    else:
+        attended = _explicit_attention(queries, keys, values, mask, scale, softcap, sinks)
+    # [B, kv_heads, fold * Q, D] -> [B, Q, heads, D] -> own tokens
+    attended = attended.view(size, num_kv_heads, fold, longest, -1).permute(0, 3, 1, 2, 4)
+    attended = attended.reshape(size * longest, num_heads, -1)
+    return attended.index_select(0, group.output_index) if group.padded else attended
+
+
+def _explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with logit soft-capping (Gemma 2) or learned sinks (GPT-OSS), which the fused kernels lack.
+
+    Shapes as in `_attend`; `sinks` `[num_heads]` is a further logit of each head that takes probability
+    and gives no value.
+    """
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        size, num_kv_heads, rows, _ = scores.shape
+        fold = sinks.numel() // num_kv_heads
+        sink = sinks.float().view(1, num_kv_heads, fold, 1, 1).expand(size, -1, -1, rows // fold, -1)
+        scores = torch.cat([scores, sink.reshape(size, num_kv_heads, rows, 1)], dim=-1)
+    probabilities = scores.softmax(dim=-1)
+    return torch.matmul(probabilities[..., : key.shape[2]].to(value.dtype), value)

@@ -1,0 +1,121 @@
+"""Where scheduling and computing meet: one engine runs the steps of one model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence as List
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shared.engine.block_pool import BlockPool
+from shared.engine.kv_pool import KVPool
+from shared.engine.model import CausalLM
+from shared.engine.runner import ModelRunner
+from shared.engine.scheduler import Scheduler, StepPlan
+from shared.engine.self_test import self_test
+from shared.engine.sequence import Sequence
+from shared.engine.settings import EngineSettings
+from shared.sampling.rows import SampleRows
+from shared.sampling.sampled import SampledTokens
+from shared.settings import StartupError
+
+logger = logging.getLogger(__name__)
+
+# Draws (and verifies) the tokens of a step: logits [R, vocab_size] and whose rows they are.
+Sampler = Callable[[Tensor, List[SampleRows]], List[SampledTokens]]
+
+# Batch sizes whose cost is measured at warm-up.
+_MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Gain(NamedTuple):
+    """What a step brought one sequence, and the draft tokens it was asked to verify."""
+
+    sequence: Sequence
+    sampled: SampledTokens
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """`gains` of the sequences that sampled; `failed` holds those lost to an error in the step, removed."""
+
+    gains: list[Gain]
+    failed: list[Sequence]
+    num_tokens: int
+    num_sequences: int
+    began_ns: int
+    seconds: float
+
+
+class Engine:
+    """Continuous batching of one model's sequences. Not thread-safe: see `EngineLoop`."""
+
+    def __init__(self, model: CausalLM, settings: EngineSettings, sample: Sampler) -> None:
+        self.model = model
+        self.block_size = settings.block_size
+        self.fingerprint = model.fingerprint(settings.block_size)
+        num_blocks = settings.num_blocks or _blocks_that_fit(model, settings)
+        self.blocks = BlockPool(num_blocks)
+        self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
+        self.max_context = min(model.max_context, settings.max_context or model.max_context, num_blocks * self.block_size)
+        self._sample = sample
+        self._runner = ModelRunner(
+            model, KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)
+        )
+        self.step_costs: list[tuple[int, float]] = []
+
+    def warm_up(self) -> None:
+        """Admits the model by its self-test, lays its weights out, and measures what steps cost.
+
+        Raises StartupError if the model cannot be served.
+        """
+        self_test(self.model, self._runner)
+        self.model.pack()
+        self.step_costs = self._runner.measure(_MEASURED_SIZES)
+
+    def step(self) -> StepOutcome | None:
+        """Runs one step; None when there is nothing to do."""
+        began, began_ns = time.perf_counter(), time.time_ns()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
+        gains: list[Gain] = []
+        failed: list[Sequence] = []
+        try:
+            gains = self._run(plan)
+        except Exception:
+            # An out-of-memory or a broken kernel: its sequences are told, the worker goes on.
+            logger.exception("a step failed", extra={"sequences": num_sequences, "tokens": num_tokens})
+            failed = [item.sequence for item in plan.scheduled]
+            for sequence in failed:
+                self.scheduler.remove(sequence)
+        seconds = time.perf_counter() - began
+        return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds)
+
+    def _run(self, plan: StepPlan) -> list[Gain]:
+        logits = self._runner.run(plan)
+        sampling = [item.sequence for item in plan.scheduled if item.num_rows]
+        rows = [
+            SampleRows(sequence.params, sequence.token_ids, sequence.num_prompt_tokens, sequence.proposal)
+            for sequence in sampling
+        ]
+        num_draft_tokens = [len(row.proposal) for row in rows]
+        sampled = self._sample(logits, rows) if rows else []
+        gained = self.scheduler.complete(plan, sampled)
+        return [
+            Gain(sequence, tokens, drafted)
+            for (sequence, tokens), drafted in zip(gained, num_draft_tokens, strict=True)
+        ]
+
+
+def _blocks_that_fit(model: CausalLM, settings: EngineSettings) -> int:
+    block_bytes = KVPool.block_bytes(model.kv_shape, settings.block_size, model.dtype)
+    num_blocks = int(settings.kv_cache_gib * 2**30) // block_bytes
+    if num_blocks < 2:
+        raise StartupError(f"kv_cache_gib is {settings.kv_cache_gib}: a KV block alone takes {block_bytes / 2**30:.3f}")
+    return num_blocks

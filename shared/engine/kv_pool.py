@@ -1,0 +1,86 @@
+"""The KV cache of one model: a single block-major tensor, so that a block is one contiguous byte range."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LAYOUT_VERSION = 1
+
+
+class KVShape(NamedTuple):
+    """What one token's KV looks like. Keys and values of unequal head size share the larger one."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        return max(self.key_head_dim, self.value_head_dim)
+
+
+class KVPool:
+    """`[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, zeroed; 2 is key, value.
+
+    Block b is the contiguous range `data[b]`: one transfer descriptor, one stored value, one wire chunk.
+    """
+
+    def __init__(
+        self, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.data = torch.zeros(
+            (num_blocks, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        # Views that attention works on: a row is one block's keys (or values) in one layer.
+        self._tokens = self.data.view(-1, shape.num_kv_heads, shape.head_dim)
+        self._rows = self.data.view(num_blocks * shape.num_layers * 2, -1)
+
+    @staticmethod
+    def block_bytes(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
+        return shape.num_layers * 2 * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, destination); every source is read before any is written."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            self.data[list(destinations)] = self.data[list(sources)]
+
+    def first_slots(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """Slots of layer 0's keys at these blocks and offsets within them (both `[T]`); see `write`."""
+        return blocks * (self.shape.num_layers * 2 * self.block_size) + offsets
+
+    def first_rows(self, blocks: Tensor) -> Tensor:
+        """Rows of layer 0's keys of these blocks (any shape); see `gather`."""
+        return blocks * (self.shape.num_layers * 2)
+
+    def write(self, layer: int, first_slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores `[T, num_kv_heads, key/value_head_dim]` at the slots of T tokens."""
+        slots = first_slots + layer * 2 * self.block_size
+        tokens = self._tokens
+        if key.shape[-1] == value.shape[-1] == self.shape.head_dim:
+            tokens.index_copy_(0, slots, key)
+            tokens.index_copy_(0, slots + self.block_size, value)
+        else:
+            tokens[..., : key.shape[-1]].index_copy_(0, slots, key)
+            tokens[..., : value.shape[-1]].index_copy_(0, slots + self.block_size, value)
+
+    def gather(self, layer: int, first_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of B sequences' blocks.
+
+        `first_rows` is `[B, N]`; each result `[B, N * block_size, num_kv_heads, key/value_head_dim]`.
+        """
+        batch, num_blocks = first_rows.shape
+        rows = first_rows.reshape(-1) + layer * 2
+        shape = (batch, num_blocks * self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        keys = self._rows.index_select(0, rows).view(shape)
+        values = self._rows.index_select(0, rows + 1).view(shape)
+        return keys[..., : self.shape.key_head_dim], values[..., : self.shape.value_head_dim]

@@ -1,0 +1,58 @@
+"""The thread an engine runs on: requests in between steps, outcomes out after them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from shared.engine.engine import Engine, StepOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Steps the engine while it has work, and sleeps while it has none.
+
+    `on_step` is called on the engine's thread after every step, before the next.
+    """
+
+    def __init__(self, engine: Engine, on_step: Callable[[StepOutcome], None]) -> None:
+        self.engine = engine
+        self._on_step = on_step
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Callable[[], None]) -> None:
+        """Has `request` run on the engine's thread before its next step, where it may touch the scheduler."""
+        self._requests.put(request)
+
+    def stop(self) -> None:
+        """Ends the thread after the step it is in."""
+        self._requests.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        idle = False
+        while True:
+            # Everything that has come in meanwhile joins the same step; with no work, wait for some.
+            request = self._requests.get() if idle else None
+            if idle and request is None:
+                return
+            if request is not None:
+                request()
+            while not self._requests.empty():
+                request = self._requests.get()
+                if request is None:
+                    return
+                request()
+            outcome = self.engine.step()
+            if outcome is not None:
+                self._on_step(outcome)
+            elif not idle:
+                self.engine.scheduler.check()
+            idle = outcome is None

@@ -1,0 +1,141 @@
+"""Any Hugging Face causal LM, made to run packed ragged batches over paged KV."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shared.engine.attention.batch import AttentionBatch
+from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
+from shared.engine.fingerprint import model_fingerprint
+from shared.engine.kv_pool import KVShape
+from shared.engine.linear import pack_linears
+from shared.settings import StartupError
+
+logger = logging.getLogger(__name__)
+
+_PROBE_NAME = "outrider_probe"
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+class CausalLM:
+    """A loaded model: `forward` runs one packed step of it; the attributes describe it.
+
+    Every linear layer sees one ragged batch `(1, T)`, attention sees each sequence's own blocks: Orca's
+    selective batching (Yu et al. 2022), by way of one attention function.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        config = model.config.get_text_config()
+        self._model = model.eval()
+        self.name = name
+        self.device = model.device
+        self.dtype = model.dtype
+        self.vocab_size: int = config.vocab_size
+        self.max_context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.eos_token_ids = _eos_token_ids(model)
+        self.kv_shape = _probe_kv_shape(model, name)
+
+    @classmethod
+    def load(cls, source: str, device: str = "auto", dtype: str = "auto") -> CausalLM:
+        """Loads from a local folder or by hub name. Raises StartupError with one clear line."""
+        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise StartupError(f"device {device!r} was asked for, but this machine has no CUDA device")
+        folder = Path(source)
+        if (folder.is_absolute() or source.startswith(".")) and not (folder / "config.json").is_file():
+            raise StartupError(f"model folder {source} has no config.json")
+        try:
+            config = AutoConfig.from_pretrained(source)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype="auto" if dtype == "auto" else getattr(torch, dtype)
+            )
+        except Exception as error:
+            # transformers, safetensors and the hub client share no exception class.
+            raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
+        return cls(model.to(chosen), folder.name if folder.is_dir() else source)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, position_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids`, `position_ids` `[T]`.
+
+        Writes the T tokens' KV to the batch's pool.
+        """
+        logits: Tensor = self._model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            attention_batch=batch,
+        ).logits
+        return logits[0]
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: Tensor) -> Tensor:
+        """The model's own forward, with transformers' eager attention: `[T]` ids to `[T, vocab_size]` logits."""
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
+            return logits[0]
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+
+    def fingerprint(self, block_size: int) -> str:
+        return model_fingerprint(self._model, block_size)
+
+    def pack(self) -> None:
+        """Lays the weights out for speed on CPU. The fingerprint must have been taken before."""
+        packed = pack_linears(self._model)
+        if packed:
+            logger.info("linear layers packed for oneDNN", extra={"layers": packed})
+
+
+def _probe_kv_shape(model: PreTrainedModel, name: str) -> KVShape:
+    """Runs two tokens through an attention function that only looks, to learn what its layers' KV is.
+
+    Leaves the paged attention function installed. Raises StartupError if the model does not let it be.
+    """
+    seen: dict[int, tuple[int, int, int]] = {}
+
+    def probe(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        seen[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
+        return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+
+    AttentionInterface.register(_PROBE_NAME, probe)
+    try:
+        model.set_attn_implementation(_PROBE_NAME)
+        with torch.inference_mode():
+            model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device), use_cache=False)
+        model.set_attn_implementation(ATTENTION_NAME)
+    except Exception as error:
+        # Whatever remote or unsuitable modelling code raises, the verdict is the same.
+        raise StartupError(f"model {name} cannot be served: {_first_line(error)}") from error
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    if len(seen) < num_layers or not seen:
+        raise StartupError(
+            f"model {name} cannot be served: {len(seen)} of its {num_layers} layers use attention over a KV cache"
+        )
+    heads, key_dims, value_dims = zip(*seen.values(), strict=True)
+    if len(set(heads)) > 1 or len(set(key_dims)) > 1 or len(set(value_dims)) > 1:
+        raise StartupError(f"model {name} cannot be served: its layers differ in KV heads or head sizes")
+    return KVShape(max(seen) + 1, heads[0], key_dims[0], value_dims[0])
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else model.config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

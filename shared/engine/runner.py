@@ -1,0 +1,74 @@
+"""Turns a step plan into tensors, runs the model on them, and measures what steps cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.engine.attention.batch import AttentionBatch
+from shared.engine.kv_pool import KVPool
+from shared.engine.model import CausalLM
+from shared.engine.scheduler import StepPlan
+
+
+class ModelRunner:
+    """Runs packed steps of one model over one KV pool."""
+
+    def __init__(self, model: CausalLM, pool: KVPool) -> None:
+        self.model = model
+        self.pool = pool
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Logits `[R, vocab_size]`: for each scheduled sequence in order, its `num_rows` last positions."""
+        self.pool.copy_blocks(plan.copies)
+        tokens: list[int] = []
+        rows: list[int] = []
+        for item in plan.scheduled:
+            tokens += item.sequence.tokens_between(item.start, item.start + item.num_tokens)
+            rows += range(len(tokens) - item.num_rows, len(tokens))
+        return self.run_packed(
+            tokens,
+            [item.start for item in plan.scheduled],
+            [item.num_tokens for item in plan.scheduled],
+            [item.sequence.block_table for item in plan.scheduled],
+            rows,
+        )
+
+    def run_packed(
+        self,
+        tokens: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        rows: Sequence[int],
+    ) -> Tensor:
+        """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's."""
+        device = self.model.device
+        with torch.inference_mode():
+            batch = AttentionBatch.build(self.pool, starts, lengths, block_tables)
+            positions = [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)]
+            return self.model.forward(
+                torch.tensor(tokens, device=device),
+                torch.tensor(positions, device=device),
+                batch,
+                torch.tensor(rows, dtype=torch.long, device=device),
+            )
+
+    def measure(self, batch_sizes: Sequence[int], repeats: int = 3) -> list[tuple[int, float]]:
+        """(tokens, seconds): best of `repeats` decodes of that many one-token sequences. Warms up too.
+
+        Uses block 0 as scratch space: only before anything is served.
+        """
+        costs = []
+        for size in batch_sizes:
+            best = float("inf")
+            for _ in range(repeats):
+                began = time.perf_counter()
+                logits = self.run_packed([0] * size, [0] * size, [1] * size, [[0]] * size, list(range(size)))
+                logits[0, 0].item()  # waits for the device
+                best = min(best, time.perf_counter() - began)
+            costs.append((size, best))
+        return costs

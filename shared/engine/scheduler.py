@@ -1,0 +1,255 @@
+"""Continuous batching: which tokens of which sequences the next step computes.
+
+One counter drives everything (as in vLLM v1): a sequence has tokens it knows and `num_computed_tokens` that
+must catch up. A step takes verifications and decodes first, then fills its token budget with prefill chunks
+(SARATHI, Agrawal et al. 2023). Out of blocks, the youngest sequence is preempted and recomputed later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as List
+from dataclasses import dataclass, field
+from itertools import chain, count
+
+from shared.engine.block_pool import BlockPool, OutOfBlocks
+from shared.engine.sequence import Sequence
+from shared.prefix.block_hash import hash_blocks
+from shared.sampling.sampled import SampledTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Tokens at positions start <= position < start + num_tokens of one sequence; `num_rows` logits at the
+    end of them are sampled (0: a prefill chunk with more to come). Shared blocks it writes to are copied
+    first: `copies` holds (source, destination)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_rows: int
+    copies: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        return [copy for item in self.scheduled for copy in item.copies]
+
+
+class Scheduler:
+    """Plans steps over a block pool and takes in what they sampled.
+
+    `max_batch_tokens` bounds the tokens of a step, `max_sequences` those that hold blocks at once.
+    Sequences must each fit the pool alone; then the oldest always gets on, and all end.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, max_batch_tokens: int, max_sequences: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+        self._running: dict[Sequence, None] = {}  # hold blocks
+        self._waiting: dict[Sequence, None] = {}  # hold none, oldest first
+        self._arrivals = count()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def sequences(self) -> Iterable[Sequence]:
+        return chain(self._running, self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._running or sequence in self._waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes in a sequence with its forks; each gets its blocks when a step has room for it."""
+        sequence.arrival = next(self._arrivals)
+        self._waiting[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence and drops its blocks; unknown ones are ignored. Forks that have not split off yet
+        go on without it."""
+        if sequence in self._running:
+            del self._running[sequence]
+            self._release(sequence)
+        elif sequence in self._waiting:
+            del self._waiting[sequence]
+        else:
+            for parent in self.sequences():
+                if sequence in parent.forks:
+                    parent.forks.remove(sequence)
+            return
+        if sequence.forks:
+            heir, *heir.forks = sequence.forks
+            sequence.forks = []
+            self.add(heir)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when no sequence has anything to compute."""
+        plan = StepPlan()
+        budget = self._max_batch_tokens
+        ready = [sequence for sequence in self._running if sequence.num_pending_tokens > 0]
+        # Verifications and decodes first: they are what a client is waiting to read.
+        ready.sort(key=lambda sequence: sequence.num_pending_tokens > sequence.num_rows)
+        for sequence in ready:
+            if sequence in self._running:  # not preempted meanwhile
+                budget -= self._schedule_running(sequence, budget, plan)
+        for sequence in list(self._waiting):
+            if budget <= 0 or len(self._running) >= self._max_sequences:
+                break
+            if sequence.num_pending_tokens > 0:
+                if not self._admit(sequence):
+                    break
+                budget -= self._schedule_running(sequence, budget, plan)
+        return plan if plan.scheduled else None
+
+    def complete(self, plan: StepPlan, sampled: List[SampledTokens]) -> list[tuple[Sequence, SampledTokens]]:
+        """Takes in a step's outcome: one entry of `sampled` for each scheduled sequence that has rows.
+
+        Returns what each of them gained. Ended sequences are removed.
+        """
+        outcomes = iter(sampled)
+        gained = []
+        for item in plan.scheduled:
+            sequence = item.sequence
+            sequence.num_computed_tokens = item.start + item.num_tokens
+            if item.num_rows:
+                gained.append((sequence, sequence.advance(next(outcomes))))
+            self._register_blocks(sequence)
+            self._drop_surplus_blocks(sequence)
+            if sequence.finish is not None:
+                self.remove(sequence)
+            elif sequence.forks and sequence.num_computed_tokens == len(sequence.token_ids) - 1:
+                self._split_forks(sequence)
+        return gained
+
+    def check(self) -> None:
+        """Proves that blocks are conserved. Raises AssertionError."""
+        self.pool.check(sequence.block_table for sequence in self.sequences())
+        assert not any(sequence.block_table for sequence in self._waiting), "a waiting sequence owns blocks"
+
+    def _schedule_running(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """Puts as much of the sequence into the plan as budget and blocks allow; returns the tokens taken."""
+        num_tokens, num_rows = sequence.num_pending_tokens, sequence.num_rows if sequence.num_steps > 0 else 0
+        if num_tokens > budget or sequence.forks:
+            # A chunk ends before the last committed token, so that all sampled rows are in one step; forks
+            # split there, so that each draws from logits of its own.
+            num_tokens = min(budget, len(sequence.token_ids) - 1 - sequence.num_computed_tokens)
+            num_rows = 0
+        if num_tokens <= 0:
+            return 0
+        start = sequence.num_computed_tokens
+        returned = 0
+        while True:
+            try:
+                copies = self._prepare_blocks(sequence, start, start + num_tokens)
+                break
+            except OutOfBlocks:
+                victim = max(self._running, key=lambda other: other.arrival)
+                returned += self._preempt(victim, plan)
+                if victim is sequence:
+                    return -returned
+        plan.scheduled.append(ScheduledSequence(sequence, start, num_tokens, num_rows, copies))
+        return num_tokens - returned
+
+    def _prepare_blocks(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Makes positions start to end writable: new blocks, and copies of shared ones. Raises OutOfBlocks."""
+        table = sequence.block_table
+        first = start // self.block_size
+        shared = [i for i in range(first, len(table)) if self.pool.is_shared(table[i])]
+        num_new = max(0, -(-end // self.block_size) - len(table))
+        blocks = self.pool.allocate(len(shared) + num_new)
+        copies = []
+        for i in shared:
+            copies.append((table[i], blocks[0]))
+            self.pool.release([table[i]])
+            table[i] = blocks.pop(0)
+        table += blocks
+        return copies
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence its cached prefix, if the pool has room for all it knows now."""
+        # The last token is always computed: its logits are what the next one is drawn from.
+        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        hashes = self._hashes(sequence, len(sequence.token_ids))[:num_full]
+        prefix = self.pool.match(hashes)
+        num_known = sequence.num_computed_tokens + sequence.num_pending_tokens
+        num_needed = -(-num_known // self.block_size) - len(prefix)
+        if num_needed + self.pool.num_unowned(prefix) > self.pool.num_allocatable:
+            return False
+        del self._waiting[sequence]
+        self._running[sequence] = None
+        self.pool.acquire(prefix)
+        sequence.block_table = prefix
+        sequence.num_computed_tokens = sequence.num_cached_tokens = len(prefix) * self.block_size
+        sequence.num_registered_blocks = len(prefix)
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> int:
+        """Takes all blocks from a sequence, and the sequence out of the plan; returns the tokens it had there."""
+        returned = 0
+        for item in plan.scheduled:
+            if item.sequence is sequence:
+                returned = item.num_tokens
+                plan.scheduled.remove(item)
+                break
+        del self._running[sequence]
+        self._release(sequence)
+        sequence.num_wanted_tokens = 0
+        waiting = sorted([sequence, *self._waiting], key=lambda other: other.arrival)
+        self._waiting = dict.fromkeys(waiting)
+        return returned
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_registered_blocks = 0
+
+    def _split_forks(self, sequence: Sequence) -> None:
+        """Lets each fork share the blocks computed so far; whoever writes to a shared one copies it first."""
+        for fork in sequence.forks:
+            self.pool.acquire(sequence.block_table)
+            fork.block_table = list(sequence.block_table)
+            fork.block_hashes = list(sequence.block_hashes)
+            fork.num_computed_tokens = sequence.num_computed_tokens
+            fork.num_cached_tokens = sequence.num_cached_tokens
+            fork.num_registered_blocks = sequence.num_registered_blocks
+            fork.arrival = next(self._arrivals)
+            self._running[fork] = None
+        sequence.forks = []
+
+    def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Hashes of the sequence's full blocks within its first `num_tokens` committed tokens, kept with it."""
+        num_full = min(num_tokens, sequence.num_committed) // self.block_size
+        if num_full > len(sequence.block_hashes):
+            tokens = sequence.token_ids[: num_full * self.block_size]
+            sequence.block_hashes = hash_blocks(tokens, self.block_size, sequence.root_hash, sequence.block_hashes)
+        return sequence.block_hashes[:num_full]
+
+    def _register_blocks(self, sequence: Sequence) -> None:
+        hashes = self._hashes(sequence, sequence.num_computed_tokens)
+        for i in range(sequence.num_registered_blocks, len(hashes)):
+            self.pool.register(sequence.block_table[i], hashes[i])
+        sequence.num_registered_blocks = len(hashes)
+
+    def _drop_surplus_blocks(self, sequence: Sequence) -> None:
+        """Frees blocks that only held rejected positions."""
+        num_used = -(-len(sequence.token_ids) // self.block_size)
+        surplus = sequence.block_table[num_used:]
+        if surplus:
+            self.pool.release(surplus)
+            del sequence.block_table[num_used:]

@@ -1,0 +1,126 @@
+"""One sequence as an engine knows it: its tokens, how far their KV is computed, and in which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from enum import Enum, auto
+
+from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+from shared.sampling.sampled import SampledTokens
+
+
+class Finish(Enum):
+    """Why a sequence ended."""
+
+    STOPPED = auto()
+    LENGTH = auto()
+
+
+class Sequence:
+    """Tokens known, and a counter that must catch up with them: no prefill phase and no decode phase.
+
+    `token_ids` are the committed tokens; in a drafter they go on with its own draws, and only the first
+    `num_committed` are committed. `proposal` holds draft tokens to verify behind them. `num_steps` is how
+    often the sequence may still sample before its owner must speak again; with none left its KV is only
+    computed up to `num_wanted_tokens`.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tokens[int],
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        root_hash: bytes,
+        *,
+        drafting: bool = False,
+        num_steps: int = 0,
+    ) -> None:
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.params = params
+        self.root_hash = root_hash
+        self.drafting = drafting
+        self.num_steps = num_steps
+        self.num_committed = len(self.token_ids)
+        self.num_wanted_tokens = 0
+        self.proposal: Proposal = EMPTY_PROPOSAL
+        self.forks: list[Sequence] = []
+        self.finish: Finish | None = None
+        # Kept by the scheduler.
+        self.arrival = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.num_registered_blocks = 0
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens to compute before the owner must speak again; 0 when idle."""
+        if self.num_steps > 0:
+            return len(self.token_ids) + len(self.proposal) - self.num_computed_tokens
+        return max(0, self.num_wanted_tokens - self.num_computed_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that a sampling step needs: one for each draft token, one for what follows."""
+        return 1 + len(self.proposal)
+
+    @property
+    def num_drawn(self) -> int:
+        """A drafter's draws behind the committed tokens."""
+        return len(self.token_ids) - self.num_committed
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Known tokens, draft tokens included, at positions start <= position < end."""
+        if end <= len(self.token_ids):
+            return self.token_ids[start:end]
+        return [*self.token_ids, *self.proposal.token_ids][start:end]
+
+    def advance(self, sampled: SampledTokens) -> SampledTokens:
+        """Takes the outcome of a sampling step; returns it cut behind a stop token or at max_tokens.
+
+        Positions of rejected draft tokens fall back out of `num_computed_tokens`.
+        """
+        before = len(self.token_ids)
+        tokens = sampled.token_ids
+        if not self.drafting:
+            tokens = self._until_finish(tokens)
+        self.token_ids += tokens
+        self.num_computed_tokens = before + min(sampled.num_accepted, len(tokens))
+        self.num_steps -= 1
+        self.proposal = EMPTY_PROPOSAL
+        if not self.drafting:
+            self.num_committed = len(self.token_ids)
+        if len(tokens) == len(sampled.token_ids):
+            return sampled
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(tokens)]
+        return SampledTokens(tokens, min(sampled.num_accepted, len(tokens)), logprobs)
+
+    def commit(self, base_length: int, token_ids: Tokens[int]) -> None:
+        """Tells a drafter what was committed behind its first `base_length` tokens.
+
+        Draws that agree keep their KV, and if all of `token_ids` was drawn already, the draws behind it
+        remain as the beginning of the next proposal.
+        """
+        known = self.token_ids[base_length : base_length + len(token_ids)]
+        agreeing = len(known)
+        for i, (drawn, committed) in enumerate(zip(known, token_ids, strict=False)):
+            if drawn != committed:
+                agreeing = i
+                break
+        if agreeing < len(token_ids):
+            self.token_ids[base_length + agreeing :] = token_ids[agreeing:]
+            self.num_computed_tokens = min(self.num_computed_tokens, base_length + agreeing)
+        self.num_committed = base_length + len(token_ids)
+
+    def _until_finish(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        room = self.params.max_tokens - (len(self.token_ids) - self.num_prompt_tokens)
+        for i, token in enumerate(tokens[:room]):
+            if token in self.params.stop_token_ids:
+                self.finish = Finish.STOPPED
+                return tokens[: i + 1]
+        if len(tokens) >= room:
+            self.finish = Finish.LENGTH
+        return tokens[:room]
