@@ -1,0 +1,1 @@
+"""The draft worker: proposes tokens from the small model, many sequences at once. Imports `shared` only."""

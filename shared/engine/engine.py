@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence as List
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +62,9 @@ class Engine:
         num_blocks = settings.num_blocks or _blocks_that_fit(model, settings)
         self.blocks = BlockPool(num_blocks)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
-        self.max_context = min(model.max_context, settings.max_context or model.max_context, num_blocks * self.block_size)
+        self.max_context = min(
+            model.max_context, settings.max_context or model.max_context, num_blocks * self.block_size
+        )
         self._sample = sample
         self._runner = ModelRunner(
             model, KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)

@@ -15,12 +15,14 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Steps the engine while it has work, and sleeps while it has none.
 
-    `on_step` is called on the engine's thread after every step, before the next.
+    `on_step` is called on the engine's thread after every step, before the next. An error outside a step's
+    own computation (a broken invariant) ends the thread: it is logged, and `on_crash` is called.
     """
 
-    def __init__(self, engine: Engine, on_step: Callable[[StepOutcome], None]) -> None:
+    def __init__(self, engine: Engine, on_step: Callable[[StepOutcome], None], on_crash: Callable[[], None]) -> None:
         self.engine = engine
         self._on_step = on_step
+        self._on_crash = on_crash
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -37,6 +39,13 @@ class EngineLoop:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.critical("the engine's thread ended by an error", exc_info=True)
+            self._on_crash()
+
+    def _serve(self) -> None:
         idle = False
         while True:
             # Everything that has come in meanwhile joins the same step; with no work, wait for some.

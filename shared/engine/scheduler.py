@@ -7,7 +7,8 @@ must catch up. A step takes verifications and decodes first, then fills its toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as List
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import chain, count
 

@@ -17,7 +17,7 @@ def _device(value: str) -> str:
 
 
 def _power_of_two(value: int) -> int:
-    if value & (value - 1):
+    if value & (value - 1) or not 8 <= value <= 256:
         raise ValueError("must be a power of two from 8 to 256")
     return value
 
@@ -27,20 +27,25 @@ class EngineSettings(ServiceSettings):
 
     model: str = Field(min_length=1, description="Model to load: a local folder or a hub name.")
     device: Annotated[str, AfterValidator(_device)] = Field(
-        "auto", description="auto (CUDA if there is one, else CPU), cpu, cuda or cuda:N."
+        default="auto", description="auto (CUDA if there is one, else CPU), cpu, cuda or cuda:N."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV cache: float32, bfloat16, float16, or auto: the checkpoint's own."
+        default="auto",
+        description="Type of weights and KV cache: float32, bfloat16, float16, or auto: the checkpoint's own.",
     )
     block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(
-        16, ge=8, le=256, description="Token positions in a KV block, a power of two from 8 to 256."
+        default=16, description="Token positions in a KV block, a power of two from 8 to 256."
     )
-    num_blocks: int | None = Field(None, ge=2, description="KV blocks; unset: as many as kv_cache_gib holds.")
-    kv_cache_gib: float = Field(1.0, gt=0, description="Memory for the KV cache, in GiB.")
+    num_blocks: int | None = Field(default=None, ge=2, description="KV blocks; unset: as many as kv_cache_gib holds.")
+    kv_cache_gib: float = Field(default=1.0, gt=0, description="Memory for the KV cache, in GiB.")
     # A step must be able to verify one sequence's longest draft, 16 tokens, and the one before it.
-    max_batch_tokens: int = Field(512, ge=17, description="Token budget of a step: decodes first, then prefill chunks.")
-    max_sequences: int = Field(256, ge=1, description="Most sequences in one step.")
-    max_context: int | None = Field(
-        None, ge=1, description="Most prompt and output tokens of a sequence together; unset: the model's own limit."
+    max_batch_tokens: int = Field(
+        default=512, ge=17, description="Token budget of a step: decodes first, then prefill chunks."
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; unset: PyTorch's default.")
+    max_sequences: int = Field(default=256, ge=1, description="Most sequences in one step.")
+    max_context: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most prompt and output tokens of a sequence together; unset: the model's own limit.",
+    )
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads; unset: PyTorch's default.")

@@ -15,9 +15,9 @@ class TokenLogprobs(NamedTuple):
 
 class Candidates(NamedTuple):
     """The truncated, renormalised distribution a draft token was drawn from, packed as in `Proposal`:
-    `count` little-endian uint32 ids and float32 probabilities."""
+    `num_entries` little-endian uint32 ids and float32 probabilities."""
 
-    count: int
+    num_entries: int
     ids: bytes
     probs: bytes
 

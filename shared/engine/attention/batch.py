@@ -104,9 +104,7 @@ class AttentionBatch:
                 AttentionGroup(
                     query_index=torch.from_numpy(query_index).to(device),
                     output_index=torch.from_numpy(np.flatnonzero(own)).to(device),
-                    token_index=None
-                    if len(rows) == num_sequences
-                    else torch.from_numpy(query_index[own]).to(device),
+                    token_index=None if len(rows) == num_sequences else torch.from_numpy(query_index[own]).to(device),
                     query_positions=torch.from_numpy(start[rows, None] + column).to(device),
                     first_rows=pool.first_rows(torch.from_numpy(tables[rows, :width])).to(device),
                     num_kv_positions=width * pool.block_size,

@@ -1,0 +1,52 @@
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STUBS := protos/outrider/v1/inference_pb2.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test lint protos bench clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'up, test and bench pass ARGS on: make up ARGS="--num-targets 2"'
+
+setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
+
+demo: setup ## Start every service on the demo models, generate some text, and stop.
+	$(BIN)/outrider demo
+
+up: setup ## Run every service on this machine, until Ctrl-C.
+	$(BIN)/outrider up $(ARGS)
+
+test: setup ## Run the tests.
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## Check style, format and types.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+protos: $(INSTALLED) ## Generate the Python stubs from protos/.
+	$(BIN)/python protos/generate.py
+
+bench: setup ## Measure against transformers; prints a table.
+	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+clean: ## Remove generated stubs, caches and benchmark models; .venv stays.
+	rm -rf protos/outrider/v1/*_pb2*.py protos/outrider/v1/*_pb2*.pyi tests/benchmarks/pair
+	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist
+	find protos services shared tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'Outrider needs Python 3.11 or later, and $(PYTHON) is not: try make setup PYTHON=python3.12' >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV): a few minutes the first time'
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev,cpu]'
+	@touch $@
+
+$(STUBS): protos/generate.py $(wildcard protos/outrider/v1/*.proto) | $(INSTALLED)
+	$(BIN)/python protos/generate.py

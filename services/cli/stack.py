@@ -1,0 +1,189 @@
+"""The local stack: Redis, a draft worker, target workers and a router, each a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from services.cli.launcher import PARENT, worker_environment
+from services.cli.process import LogSink, ServiceProcess
+from shared.models import DEMO_DRAFT, DEMO_TARGET
+from shared.prefix.redis_server import RedisServer, RedisServerError
+from shared.settings import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class StackSettings:
+    """What the stack is made of.
+
+    `draft` None leaves the drafter out. `port` is the router's (0 picks a free one); workers listen on
+    free ports. Options left None are each service's own to settle, from the environment or its default;
+    `environment` adds to it for single processes, by name ("router", "draft", "target-0", ...).
+    """
+
+    target: str = str(DEMO_TARGET)
+    draft: str | None = str(DEMO_DRAFT)
+    num_targets: int = 1
+    host: str = "127.0.0.1"
+    port: int = 50051
+    device: str | None = None
+    dtype: str | None = None
+    num_threads: int | None = None
+    config: str | None = None
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    start_seconds: float = 300.0
+    drain_seconds: float = 30.0
+
+
+class Stack:
+    """The stack as an asynchronous context manager: entered when every service is SERVING, left when all have ended.
+
+    Entering raises StartupError when a service cannot start. `log` gets every line of the children's
+    output; the last ones are kept in `lines`.
+    """
+
+    def __init__(self, settings: StackSettings, log: LogSink | None = None) -> None:
+        self.settings = settings
+        self.lines: deque[tuple[str, str]] = deque(maxlen=10_000)
+        self.processes: dict[str, ServiceProcess] = {}
+        self._log_sink = log
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._redis: RedisServer | None = None
+
+    @property
+    def redis(self) -> RedisServer:
+        """The stack's own Redis, once the stack has been entered."""
+        assert self._redis is not None
+        return self._redis
+
+    @property
+    def router_address(self) -> str:
+        return self.processes["router"].address
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._start_redis()
+            workers = self._make_processes()
+            await self._start(workers)
+            await self._start(["router"])
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def wait(self) -> None:
+        """Runs until a service fails for good; raises its StartupError."""
+        done, _ = await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    def kill(self, name: str) -> None:
+        """Kills a process as a crash would; it is started again, and its `ready` set when it is back."""
+        self.processes[name].kill()
+
+    async def stop(self) -> None:
+        """Drains the router, then the workers, and ends Redis. Cancelled, it kills what is left instead."""
+        drain = self.settings.drain_seconds
+        try:
+            if "router" in self._tasks:
+                await self.processes["router"].stop(drain)
+            await asyncio.gather(*(self.processes[name].stop(drain) for name in self._tasks))
+        finally:
+            for process in self.processes.values():
+                process.abandon()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            if self._redis is not None:
+                self._redis.stop()
+
+    def _start_redis(self) -> None:
+        try:
+            self._redis = RedisServer()
+            self._redis.start()
+        except RedisServerError as error:
+            raise StartupError(str(error)) from error
+
+    async def _start(self, names: Sequence[str]) -> None:
+        """Starts processes and waits until all are SERVING. Raises StartupError if one, or an earlier one, fails."""
+        for name in names:
+            supervise = self.processes[name].supervise(self.settings.start_seconds)
+            self._tasks[name] = asyncio.create_task(supervise, name=name)
+        ready = asyncio.create_task(self._wait_until_ready(names))
+        try:
+            await asyncio.wait([ready, *self._tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                await self.wait()
+        finally:
+            ready.cancel()
+
+    async def _wait_until_ready(self, names: Sequence[str]) -> None:
+        for name in names:
+            await self.processes[name].ready.wait()
+
+    def _make_processes(self) -> list[str]:
+        """Makes, and does not start, every process; returns the workers' names."""
+        settings = self.settings
+        targets = [f"target-{i}" for i in range(settings.num_targets)]
+        workers = ([] if settings.draft is None else ["draft"]) + targets
+        ports = [*_free_ports(len(workers), settings.host), _claim_port(settings.host, settings.port)]
+        address = {name: f"{settings.host}:{port}" for name, port in zip([*workers, "router"], ports, strict=True)}
+
+        engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
+        for name in targets:
+            self._add(name, address[name], {"model": settings.target, **engine})
+        if settings.draft is not None:
+            self._add("draft", address["draft"], {"model": settings.draft, **engine})
+        route = {"targets": ",".join(address[name] for name in targets), "draft": address.get("draft")}
+        self._add("router", address["router"], {**route, "tokenizer": settings.target})
+        return workers
+
+    def _add(self, name: str, address: str, flags: Mapping[str, object]) -> None:
+        host, _, port = address.rpartition(":")
+        flags = {"host": host, "port": port, "config": self.settings.config, **flags}
+        flags |= {"drain-seconds": self.settings.drain_seconds}
+        service = name.partition("-")[0]
+        command = [sys.executable, "-m", "services.cli.main", service]
+        command += [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
+        environment = {**os.environ, PARENT: str(os.getpid())}
+        if service != "draft":
+            # Not a flag: the URL holds a password, and anybody can list a process's arguments.
+            environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
+        environment |= self.settings.environment.get(name, {})
+        if service != "router":
+            environment = worker_environment(environment)
+        self.processes[name] = ServiceProcess(name, command, environment, address, self._log)
+
+    def _log(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+        if self._log_sink is not None:
+            self._log_sink(name, line)
+
+
+def _free_ports(count: int, host: str) -> list[int]:
+    """Ports that nothing listens on, all different."""
+    sockets = [socket.create_server((host, 0)) for _ in range(count)]
+    try:
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _claim_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises StartupError if it is taken: gRPC itself would share it silently."""
+    try:
+        with socket.create_server((host, port)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise StartupError(f"port {port} on {host} cannot be listened on: {error.strerror}") from None

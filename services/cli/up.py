@@ -1,0 +1,76 @@
+"""`outrider up`: the local stack in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.cli.log_view import render_log
+from services.cli.stack import Stack, StackSettings
+from shared.models import DEMO_DRAFT, DEMO_TARGET
+
+
+def up(
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL", help="Target model: a local folder or a hub name.", show_default="the demo target"
+        ),
+    ] = str(DEMO_TARGET),
+    draft: Annotated[
+        str,
+        typer.Option(metavar="MODEL", help='Draft model, or "none" to serve without.', show_default="the demo draft"),
+    ] = str(DEMO_DRAFT),
+    num_targets: Annotated[int, typer.Option(metavar="N", min=1, help="Target workers.")] = 1,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="The router's port; 0 picks a free one.")
+    ] = 50051,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N, for all workers.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16, for all workers.")
+    ] = None,
+    num_threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads of each worker.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="TOML file with a table for each service.")] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time that running requests get on Ctrl-C.")
+    ] = 30.0,
+) -> None:
+    """Run the whole stack on this machine: Redis, a draft worker, target workers and a router.
+
+    Ctrl-C drains it, a second one ends it at once. What else there is to set comes from the environment
+    (OUTRIDER_ROUTER_..., OUTRIDER_TARGET_..., OUTRIDER_DRAFT_...) or from --config.
+    """
+    settings = StackSettings(
+        target=target,
+        draft=None if draft == "none" else draft,
+        num_targets=num_targets,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        num_threads=num_threads,
+        config=config,
+        drain_seconds=drain_seconds,
+    )
+    asyncio.run(_run(settings))
+
+
+async def _run(settings: StackSettings) -> None:
+    """Runs the stack until SIGINT, SIGTERM or a service that fails for good (StartupError)."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    this_task = asyncio.current_task()
+    assert this_task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with Stack(settings, lambda name, line: console.print(render_log(name, line))) as stack:
+            console.print(f"[bold]Ready[/] at {stack.router_address}; Ctrl-C stops.")
+            await stack.wait()

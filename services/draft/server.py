@@ -1,0 +1,155 @@
+"""The `Drafter` service: committed tokens in, proposals out."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+
+from services.draft.drafter import Drafter
+from services.draft.proposer import draw
+from services.draft.settings import DraftSettings
+from shared.engine.engine import StepOutcome
+from shared.engine.sequence import Sequence
+from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from shared.prefix.block_hash import root_hash
+from shared.rpc.server import RpcServer
+from shared.telemetry.attributes import NUM_DRAFT_TOKENS
+from shared.telemetry.logs import configure_logging
+from shared.telemetry.tracing import Telemetry, configure
+from shared.worker.messages import params_from_proto, proposal_to_proto
+from shared.worker.service import run_worker
+from shared.worker.servicer import WorkerServicer
+from shared.worker.stream import Lane, RouterStream
+
+Stream = RouterStream[draft_pb2.DraftResponse]
+
+
+class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftResponse], draft_pb2_grpc.DrafterServicer):
+    """Keeps a `Drafter` for each sequence of each router, and answers when its proposal is drawn.
+
+    Methods named `_on_…` run on the engine's thread.
+    """
+
+    def __init__(self, telemetry: Telemetry, fingerprint: str, optimistic: bool) -> None:
+        super().__init__(telemetry, fingerprint)
+        self._optimistic = optimistic
+        self._drafters: dict[Sequence, Drafter] = {}
+
+    async def drain(self) -> None:
+        """Routers go on without a drafter, so there is nothing to wait for."""
+        for stream in self._streams:
+            self._announce_drain(stream)
+
+    def _on_request(self, stream: Stream, request: draft_pb2.DraftRequest) -> None:
+        for sequence_id in request.releases:
+            self._on_release(stream, sequence_id)
+        answers = [self._on_propose(stream, propose) for propose in request.proposes]
+        results = [answer for answer in answers if answer is not None]
+        if results:
+            stream.send(draft_pb2.DraftResponse(results=results))
+
+    def _on_propose(self, stream: Stream, propose: draft_pb2.Propose) -> draft_pb2.DraftResult | None:
+        """Sets a sequence to drafting; a result only if it is ready already, or can't be."""
+        position = propose.base_length + len(propose.token_ids)
+        if propose.base_length == 0:
+            self._on_release(stream, propose.sequence_id)
+            self._begin(stream, propose)
+        lane = stream.lanes.get(propose.sequence_id)
+        if lane is None or lane.sequence.num_committed != (propose.base_length or position):
+            return draft_pb2.DraftResult(
+                sequence_id=propose.sequence_id, position=position, status=draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE
+            )
+        lane.traceparent = propose.traceparent
+        drafter = self._drafters[lane.sequence]
+        if propose.base_length:
+            drafter.commit(propose.base_length, propose.token_ids)
+        if propose.num_draft_tokens == 0:
+            drafter.prefill()
+            return None
+        num_draft_tokens = min(propose.num_draft_tokens, self.engine.max_context - position)
+        if num_draft_tokens <= 0:
+            self._on_release(stream, propose.sequence_id)
+            return draft_pb2.DraftResult(
+                sequence_id=propose.sequence_id, position=position, status=draft_pb2.DRAFT_STATUS_EXHAUSTED
+            )
+        drafter.ask(num_draft_tokens)
+        return self._answer(lane, drafter) if drafter.answerable else None
+
+    def _begin(self, stream: Stream, propose: draft_pb2.Propose) -> None:
+        if len(propose.token_ids) >= self.engine.max_context:
+            return
+        sequence = Sequence(
+            propose.token_ids,
+            propose.num_prompt_tokens,
+            params_from_proto(propose.params),
+            root_hash(self.engine.fingerprint, propose.cache_salt),
+            drafting=True,
+        )
+        self._add_lane(stream, propose.sequence_id, sequence, propose.traceparent)
+        self._drafters[sequence] = Drafter(sequence)
+        self.engine.scheduler.add(sequence)
+
+    def _on_release(self, stream: Stream, sequence_id: int) -> None:
+        lane = stream.lanes.get(sequence_id)
+        if lane is not None:
+            del self._drafters[lane.sequence]
+        super()._on_release(stream, sequence_id)
+
+    def _on_outcome(self, outcome: StepOutcome) -> None:
+        results: defaultdict[Stream, list[draft_pb2.DraftResult]] = defaultdict(list)
+        for gain in outcome.gains:
+            lane, drafter = self._lanes[gain.sequence], self._drafters[gain.sequence]
+            drafter.take(gain.sampled)
+            if drafter.answerable:
+                results[lane.stream].append(self._answer(lane, drafter))
+        for sequence in outcome.failed:
+            lane = self._lanes[sequence]
+            results[lane.stream].append(
+                draft_pb2.DraftResult(
+                    sequence_id=lane.sequence_id,
+                    position=sequence.num_committed,
+                    status=draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE,
+                )
+            )
+            self._on_release(lane.stream, lane.sequence_id)
+        if results:
+            stats = self._stats(outcome)
+            for stream, entries in results.items():
+                stream.send(draft_pb2.DraftResponse(results=entries, stats=stats))
+        # Nobody is told which prefixes a drafter holds, but the record must not grow.
+        self.engine.blocks.take_events()
+
+    def _answer(self, lane: Lane[draft_pb2.DraftResponse], drafter: Drafter) -> draft_pb2.DraftResult:
+        began_ns, now_ns = drafter.asked_ns, time.time_ns()
+        token_ids, candidates = drafter.answer()
+        if self._optimistic:
+            room = self.engine.max_context - len(drafter.sequence.token_ids)
+            drafter.guess_on(min(len(token_ids), room - 1))
+        self._telemetry.record_span("draft", lane.traceparent, began_ns, now_ns, {NUM_DRAFT_TOKENS: len(token_ids)})
+        return draft_pb2.DraftResult(
+            sequence_id=lane.sequence_id,
+            position=drafter.sequence.num_committed,
+            status=draft_pb2.DRAFT_STATUS_PROPOSED,
+            proposal=proposal_to_proto(token_ids, candidates),
+            seconds=(now_ns - began_ns) / 1e9,
+        )
+
+    def _announce_drain(self, stream: Stream) -> None:
+        stream.end()
+
+
+async def serve(settings: DraftSettings) -> None:
+    """Runs a draft worker until it is drained. Raises StartupError if it cannot start."""
+    configure_logging("draft", settings.log_level)
+    telemetry = configure("outrider-draft", settings.otlp_endpoint)
+    servicer = DraftServicer(telemetry, tokenizer_fingerprint(settings.model), settings.optimistic)
+    server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
+    server.add("outrider.v1.Drafter", draft_pb2_grpc.add_DrafterServicer_to_server, servicer)
+    sample = functools.partial(draw, mass=settings.proposal_mass, max_entries=settings.max_candidates)
+    try:
+        await run_worker(server, servicer, settings, sample)
+    finally:
+        telemetry.shutdown()

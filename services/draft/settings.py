@@ -1,0 +1,24 @@
+"""Settings of a draft worker."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from shared.engine.settings import EngineSettings
+
+
+class DraftSettings(EngineSettings):
+    """A draft worker: its engine, and how it proposes."""
+
+    service: ClassVar[str] = "draft"
+
+    port: int = Field(default=50053, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    optimistic: bool = Field(
+        default=False, description="Go on drafting on the guess that all is accepted, while the target verifies."
+    )
+    proposal_mass: float = Field(
+        default=0.98, gt=0, le=1, description="Probability that a truncated proposal distribution keeps, in (0, 1]."
+    )
+    max_candidates: int = Field(default=512, ge=1, description="Most tokens in a truncated proposal distribution.")

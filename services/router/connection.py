@@ -1,0 +1,130 @@
+"""A worker's long-lived stream, kept open: connect, dispatch, and connect again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+from outrider.v1 import worker_pb2
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from services.router.gamma import StepCosts
+from shared.rpc.channel import connect
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+INFO_TIMEOUT_SECONDS = 5.0
+
+
+class WorkerConnection(ABC, Generic[Request, Response]):
+    """Subclasses say what is sent and what to do with what comes.
+
+    `info` is the worker's own description while it is connected, else None; `epoch` counts connections,
+    so that what belonged to an earlier one can be told; `costs` is what its steps cost.
+    """
+
+    def __init__(
+        self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
+    ) -> None:
+        """`check` sees what the worker says of itself before it is used; what it raises ends `run`.
+        `changed` is notified when the worker is connected and when it is lost."""
+        self.address = address
+        self._check = check
+        self._changed = changed
+        self.info: worker_pb2.WorkerInfo | None = None
+        self.epoch = 0
+        self.costs = StepCosts([(1, 1.0)])
+        self._pending: Request | None = None
+        self._wake_writer = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        return self.info is not None
+
+    async def run(self) -> None:
+        """Keeps the stream open until cancelled."""
+        while True:
+            async with connect(self.address) as channel:
+                # Endlessly: a worker that is away may come back, and until then requests go elsewhere.
+                async for attempt in AsyncRetrying(
+                    retry=retry_if_exception_type(grpc.aio.AioRpcError),
+                    wait=wait_random_exponential(multiplier=0.05, max=1.0),
+                ):
+                    with attempt:
+                        info = await self._get_info(channel)
+                await self._accept(info)
+                try:
+                    await self._converse(channel)
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("worker lost", extra={"address": self.address, "status": error.code().name})
+                else:
+                    logger.info("worker closed its stream", extra={"address": self.address})
+                finally:
+                    await self._announce(None)
+                    self._on_lost()
+
+    def pending(self) -> Request:
+        """The message being gathered: whatever is added before the writer's next turn goes out in one."""
+        if self._pending is None:
+            self._pending = self._new_request()
+            self._wake_writer.set()
+        return self._pending
+
+    @abstractmethod
+    def _new_request(self) -> Request: ...
+
+    @abstractmethod
+    async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.WorkerInfo:
+        """Asks the worker for its description."""
+
+    @abstractmethod
+    def _open(self, channel: grpc.aio.Channel) -> Any:
+        """Opens the stream."""
+
+    @abstractmethod
+    def _on_response(self, response: Response) -> None: ...
+
+    @abstractmethod
+    def _on_lost(self) -> None:
+        """The stream is gone, with everything that was on it."""
+
+    async def _accept(self, info: worker_pb2.WorkerInfo) -> None:
+        self._check(info)
+        self.epoch += 1
+        self._pending = None
+        self.costs = StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])
+        await self._announce(info)
+        logger.info("worker connected", extra={"address": self.address, "instance": info.instance_id})
+
+    async def _announce(self, info: worker_pb2.WorkerInfo | None) -> None:
+        self.info = info
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        call = self._open(channel)
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async for response in call:
+                self._on_response(response)
+        finally:
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await writer
+            call.cancel()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._wake_writer.wait()
+            self._wake_writer.clear()
+            message, self._pending = self._pending, None
+            if message is not None:
+                await call.write(message)

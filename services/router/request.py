@@ -1,0 +1,265 @@
+"""A client's request, checked and with its defaults filled in: nothing behind this meets bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from outrider.v1 import inference_pb2
+
+from services.router.tokenizer import ChatTemplateError, TextTokenizer
+from shared.rpc.errors import InvalidArgument
+from shared.sampling.params import SamplingParams
+
+_DEFAULT_MAX_TOKENS = 256
+_MAX_TEMPERATURE = 100.0
+_MAX_REPETITION_PENALTY = 10.0
+_MAX_ABS_PENALTY = 2.0
+_MAX_ABS_LOGIT_BIAS = 100.0
+_MAX_LOGIT_BIAS_ENTRIES = 1024
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_STRING_CHARS = 256
+_MAX_STOP_TOKEN_IDS = 64
+_MAX_SEQUENCES = 16
+_MAX_LOGPROBS = 20
+_MAX_DRAFT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model and the settings allow.
+
+    `max_context`: most prompt and output tokens together. `max_prompt_bytes`: most bytes of prompt text,
+    checked before it is tokenized.
+    """
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+    max_prompt_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """A valid GenerateRequest. `params` has one entry per sequence, alike but for its `sequence_index`.
+
+    `num_draft_tokens` None: adaptive.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: tuple[SamplingParams, ...]
+    stop_strings: tuple[str, ...]
+    speculation_enabled: bool
+    num_draft_tokens: int | None
+    include_usage: bool
+    include_draft_tokens: bool
+
+
+def parse_generate(
+    request: inference_pb2.GenerateRequest, tokenizer: TextTokenizer, limits: ModelLimits
+) -> GenerateOptions:
+    """Checks a request against the limits that inference.proto documents; raises InvalidArgument.
+
+    Tokenizes, which for a long prompt takes long: off the event loop, call it through `asyncio.to_thread`.
+    """
+    _reject_unknown_fields(request)
+    # All that is cheap to check comes before the prompt is tokenized.
+    num_sequences = request.n if request.HasField("n") else 1
+    _check_range("n", num_sequences, 1, _MAX_SEQUENCES)
+    stop_strings = _stop_strings(request.stop)
+    speculation = request.speculation
+    num_draft_tokens = speculation.num_draft_tokens if speculation.HasField("num_draft_tokens") else None
+    if num_draft_tokens is not None:
+        _check_range("speculation.num_draft_tokens", num_draft_tokens, 0, _MAX_DRAFT_TOKENS)
+    params = _sampling_params(request, limits)
+
+    prompt_ids = _prompt_ids(request, tokenizer, limits)
+    params = _with_lengths(params, request, len(prompt_ids), limits)
+    return GenerateOptions(
+        prompt_ids=prompt_ids,
+        params=tuple(replace(params, sequence_index=index) for index in range(num_sequences)),
+        stop_strings=stop_strings,
+        speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
+        num_draft_tokens=num_draft_tokens,
+        include_usage=request.include_usage if request.HasField("include_usage") else True,
+        include_draft_tokens=request.include_draft_tokens,
+    )
+
+
+def parse_tokenize(
+    request: inference_pb2.TokenizeRequest, tokenizer: TextTokenizer, limits: ModelLimits
+) -> tuple[int, ...]:
+    """Token ids of a request's text or chat; raises InvalidArgument as `parse_generate` would, but for length.
+
+    An empty text has no tokens, which is an answer here.
+    """
+    _reject_unknown_fields(request)
+    return _tokenize(request, tokenizer, limits)
+
+
+def _prompt_ids(
+    request: inference_pb2.GenerateRequest, tokenizer: TextTokenizer, limits: ModelLimits
+) -> tuple[int, ...]:
+    """The prompt's token ids: at least one, all known, and fewer than the context."""
+    if request.WhichOneof("prompt") != "token_ids":
+        field = request.WhichOneof("prompt") or "prompt"
+        prompt_ids: Sequence[int] = _tokenize(request, tokenizer, limits)
+    else:
+        field = "token_ids"
+        prompt_ids = request.token_ids.ids
+    num_tokens = len(prompt_ids)
+    if num_tokens == 0:
+        raise InvalidArgument(field, "0 tokens", "a prompt of at least 1 token")
+    if num_tokens >= limits.max_context:
+        raise InvalidArgument(
+            field,
+            f"{num_tokens} tokens",
+            f"at most {limits.max_context - 1} tokens, to leave room for output in a context of {limits.max_context}",
+        )
+    _check_token_ids(field, prompt_ids, limits.vocab_size)
+    return tuple(prompt_ids)
+
+
+def _tokenize(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    tokenizer: TextTokenizer,
+    limits: ModelLimits,
+) -> tuple[int, ...]:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        # UTF-8 has at least as many bytes as characters, so most giants need not be encoded to be measured.
+        text = request.text
+        if len(text) > limits.max_prompt_bytes or len(text.encode()) > limits.max_prompt_bytes:
+            raise InvalidArgument("text", text, f"at most {limits.max_prompt_bytes} bytes of UTF-8")
+        return tokenizer.encode(text)
+    if kind == "chat":
+        return _tokenize_chat(request.chat, tokenizer, limits)
+    names = [field.name for field in request.DESCRIPTOR.oneofs_by_name["prompt"].fields]
+    raise InvalidArgument("prompt", None, f"given, as one of {', '.join(names)}")
+
+
+def _tokenize_chat(chat: inference_pb2.Chat, tokenizer: TextTokenizer, limits: ModelLimits) -> tuple[int, ...]:
+    num_bytes = chat.ByteSize()
+    if num_bytes > limits.max_prompt_bytes:
+        raise InvalidArgument("chat", f"{num_bytes} bytes", f"at most {limits.max_prompt_bytes} bytes")
+    if not chat.messages:
+        raise InvalidArgument("chat.messages", "0 messages", "at least 1 message")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise InvalidArgument(f"chat.messages[{index}].role", message.role, "at least 1 character")
+    if not tokenizer.has_chat_template:
+        raise InvalidArgument(
+            "chat", f"{len(chat.messages)} messages", "text or token_ids: this model has no chat template"
+        )
+    try:
+        return tokenizer.encode_chat([{"role": message.role, "content": message.content} for message in chat.messages])
+    except ChatTemplateError as error:
+        raise InvalidArgument(
+            "chat.messages", f"{len(chat.messages)} messages", f"what the model's chat template accepts ({error})"
+        ) from error
+
+
+def _sampling_params(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> SamplingParams:
+    """All but the lengths, which depend on the prompt's."""
+    temperature = request.temperature if request.HasField("temperature") else 1.0
+    _check_range("temperature", temperature, 0.0, _MAX_TEMPERATURE)
+    top_p = request.top_p if request.HasField("top_p") else 1.0
+    _check_range("top_p", top_p, 0.0, 1.0, low_excluded=True)
+    _check_range("min_p", request.min_p, 0.0, 1.0)
+    repetition_penalty = request.repetition_penalty if request.HasField("repetition_penalty") else 1.0
+    _check_range("repetition_penalty", repetition_penalty, 0.0, _MAX_REPETITION_PENALTY, low_excluded=True)
+    _check_range("presence_penalty", request.presence_penalty, -_MAX_ABS_PENALTY, _MAX_ABS_PENALTY)
+    _check_range("frequency_penalty", request.frequency_penalty, -_MAX_ABS_PENALTY, _MAX_ABS_PENALTY)
+
+    _check_count("logit_bias", request.logit_bias, _MAX_LOGIT_BIAS_ENTRIES, "entries")
+    for token_id, bias in request.logit_bias.items():
+        _check_token_id("logit_bias key", token_id, limits.vocab_size)
+        _check_range(f"logit_bias[{token_id}]", bias, -_MAX_ABS_LOGIT_BIAS, _MAX_ABS_LOGIT_BIAS)
+
+    _check_count("stop_token_ids", request.stop_token_ids, _MAX_STOP_TOKEN_IDS, "ids")
+    _check_token_ids("stop_token_ids", request.stop_token_ids, limits.vocab_size)
+    model_stop_ids = frozenset() if request.ignore_eos else limits.eos_token_ids
+
+    logprobs = request.logprobs if request.HasField("logprobs") else None
+    if logprobs is not None:
+        _check_range("logprobs", logprobs, 0, min(_MAX_LOGPROBS, limits.vocab_size))
+
+    return SamplingParams(
+        temperature=temperature,
+        top_k=request.top_k if request.top_k < limits.vocab_size else 0,
+        top_p=top_p,
+        min_p=request.min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=dict(request.logit_bias),
+        seed=request.seed if request.HasField("seed") else None,
+        stop_token_ids=model_stop_ids | frozenset(request.stop_token_ids),
+        logprobs=logprobs,
+    )
+
+
+def _with_lengths(
+    params: SamplingParams, request: inference_pb2.GenerateRequest, num_prompt_tokens: int, limits: ModelLimits
+) -> SamplingParams:
+    room = limits.max_context - num_prompt_tokens
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else min(_DEFAULT_MAX_TOKENS, room)
+    if not 1 <= max_tokens <= room:
+        raise InvalidArgument(
+            "max_tokens",
+            max_tokens,
+            f"in [1, {room}], what a prompt of {num_prompt_tokens} tokens leaves of a context of {limits.max_context}",
+        )
+    if request.min_tokens > max_tokens:
+        raise InvalidArgument("min_tokens", request.min_tokens, f"at most max_tokens, {max_tokens}")
+    return replace(params, max_tokens=max_tokens, min_tokens=request.min_tokens)
+
+
+def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
+    _check_count("stop", stop, _MAX_STOP_STRINGS, "strings")
+    for index, string in enumerate(stop):
+        if not 1 <= len(string) <= _MAX_STOP_STRING_CHARS:
+            raise InvalidArgument(f"stop[{index}]", string, f"of 1 to {_MAX_STOP_STRING_CHARS} characters")
+    return tuple(stop)
+
+
+def _check_range(field: str, value: float, low: float, high: float, *, low_excluded: bool = False) -> None:
+    """NaN is in no range."""
+    if not low <= value <= high or (low_excluded and value == low):
+        raise InvalidArgument(field, value, f"in {'(' if low_excluded else '['}{low:g}, {high:g}]")
+
+
+def _check_count(field: str, entries: Collection[object], limit: int, noun: str) -> None:
+    if len(entries) > limit:
+        raise InvalidArgument(field, f"{len(entries)} {noun}", f"at most {limit} {noun}")
+
+
+def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for index, token_id in enumerate(token_ids):
+        _check_token_id(f"{field}[{index}]", token_id, vocab_size)
+
+
+def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
+    if not token_id < vocab_size:
+        raise InvalidArgument(field, token_id, f"below the vocabulary size, {vocab_size}")
+
+
+def _reject_unknown_fields(message: Message, path: str = "") -> None:
+    """Refuses fields this version does not know: ignoring a wish in silence would answer another request.
+
+    A known field that came with another type on the wire is unknown as well.
+    """
+    name = message.DESCRIPTOR.full_name
+    unknown_fields = UnknownFieldSet(message)
+    if len(unknown_fields):
+        raise InvalidArgument(f"{path}field number", unknown_fields[0].field_number, f"one of {name}, with its type")
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        if field.is_repeated:
+            for index, entry in enumerate(value):
+                _reject_unknown_fields(entry, f"{path}{field.name}[{index}].")
+        else:
+            _reject_unknown_fields(value, f"{path}{field.name}.")

@@ -1,0 +1,284 @@
+"""One request's life: prefill, rounds until every sequence has ended, failover in between, release at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from opentelemetry import trace
+from outrider.v1 import inference_pb2, target_pb2
+
+from services.router.detokenizer import Detokenizer
+from services.router.draft_link import DraftLane
+from services.router.fleet import Fleet
+from services.router.gamma import Acceptance
+from services.router.request import GenerateOptions
+from services.router.target_link import LaneResult, TargetLane, WorkerLost
+from services.router.tokenizer import TextTokenizer
+from services.router.usage import UsageMeter
+from shared.rpc.errors import Internal, OutriderError, Unavailable
+from shared.sampling.params import SamplingParams
+from shared.telemetry.attributes import (
+    NUM_ACCEPTED,
+    NUM_DRAFT_TOKENS,
+    PLACEMENT_PREFIX_TOKENS,
+    PLACEMENT_WORKER,
+    ROUND,
+    SEQUENCE_INDEX,
+)
+from shared.telemetry.tracing import Telemetry, traceparent
+
+# Plain decoding: steps a worker may run ahead, and what is left of them when more are granted. Enough that
+# the worker never waits for the router; little enough that a change to drafting is not long in coming.
+_GRANTED_STEPS = 16
+_REFILL_BELOW = 8
+# Prefills of a sequence in a row that may fail before the request does.
+_MAX_FAILURES = 4
+
+Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+
+
+class Session:
+    """A request that was admitted. `run` writes its chunks, and leaves nothing behind on any worker."""
+
+    def __init__(
+        self,
+        options: GenerateOptions,
+        fleet: Fleet,
+        tokenizer: TextTokenizer,
+        usage: UsageMeter,
+        telemetry: Telemetry,
+        cache_salt: bytes,
+        failover_seconds: float,
+    ) -> None:
+        self.options = options
+        self.fleet = fleet
+        self.usage = usage
+        self.telemetry = telemetry
+        self._tokenizer = tokenizer
+        self._cache_salt = cache_salt
+        self._failover_seconds = failover_seconds
+        self._write_lock = asyncio.Lock()
+        self._num_open = len(options.params)
+
+    async def run(self, write: Write) -> None:
+        """Generates all sequences. Raises Unavailable or Internal when workers fail for good."""
+        lanes = await self.prefill(self.options.prompt_ids, self.options.params)
+        sequences = [
+            SequenceSession(
+                self, params, lane, Detokenizer(self._tokenizer, self.options.stop_strings, self.options.prompt_ids)
+            )
+            for params, lane in zip(self.options.params, lanes, strict=True)
+        ]
+        tasks = [asyncio.create_task(sequence.run(self._writer(write))) for sequence in sequences]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError, OutriderError):
+                    await task
+
+    async def prefill(self, token_ids: Sequence[int], params: Sequence[SamplingParams]) -> list[TargetLane]:
+        """Places these tokens on a target worker, a lane for each of `params`."""
+        with self.telemetry.span("place") as span:
+            link, num_blocks = await self.fleet.place(token_ids, self._cache_salt)
+            span.set_attribute(PLACEMENT_WORKER, link.address)
+            span.set_attribute(PLACEMENT_PREFIX_TOKENS, num_blocks * self.fleet.model.block_size)
+        return link.prefill(token_ids, len(self.options.prompt_ids), params, 1, self._cache_salt, current_traceparent())
+
+    async def prefill_again(self, token_ids: Sequence[int], params: SamplingParams) -> TargetLane:
+        """A new lane for a sequence whose worker was lost, on another worker or on the same one, back up."""
+        await self.fleet.wait_until_usable(self._failover_seconds)
+        [lane] = await self.prefill(token_ids, [params])
+        return lane
+
+    def draft_lane(self, params: SamplingParams) -> DraftLane | None:
+        if self.fleet.draft is None or not self.options.speculation_enabled or self.options.num_draft_tokens == 0:
+            return None
+        return DraftLane(self.fleet.draft, len(self.options.prompt_ids), params, self._cache_salt)
+
+    def text_of(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def _writer(self, write: Write) -> Write:
+        async def write_one(chunk: inference_pb2.GenerateResponse) -> None:
+            # Sequences share the stream, and the last chunk of the last one carries the usage.
+            if chunk.finish_reason:
+                self._num_open -= 1
+                if self._num_open == 0 and self.options.include_usage:
+                    chunk.usage.CopyFrom(self.usage.to_proto())
+            async with self._write_lock:
+                await write(chunk)
+
+        return write_one
+
+
+class SequenceSession:
+    """One sequence: its committed tokens, its lanes on the workers, its rounds.
+
+    The committed tokens are held here; workers are caches. A worker lost costs a prefill, never a token.
+    """
+
+    def __init__(self, session: Session, params: SamplingParams, lane: TargetLane, detokenizer: Detokenizer) -> None:
+        self._session = session
+        self._options = session.options
+        self._params = params
+        self._lane = lane
+        self._draft = session.draft_lane(params)
+        self._detokenizer = detokenizer
+        self._token_ids = list(session.options.prompt_ids)
+        self._num_rounds = 0
+        self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
+        gamma = session.fleet.gamma(lane.link)
+        self._acceptance = Acceptance(None if gamma is None else gamma.acceptance)
+
+    async def run(self, write: Write) -> None:
+        """Rounds until the sequence ends; everything is released on every way out."""
+        num_failures = 0
+        try:
+            self._prefill_draft()
+            while not self._finish_reason:
+                try:
+                    entry = await self._lane.next()
+                    while True:
+                        _check(entry.result)
+                        num_failures = 0
+                        await write(self._take(entry.result))
+                        if self._finish_reason:
+                            return
+                        entry = await self._next_result(entry)
+                except WorkerLost as error:
+                    self._lane.release()
+                    num_failures += 1
+                    if num_failures > _MAX_FAILURES:
+                        raise Unavailable(
+                            f"target workers failed {num_failures} times in a row, last {error}"
+                        ) from error
+                    self._lane = await self._session.prefill_again(self._token_ids, self._params)
+        finally:
+            self._lane.release()
+            if self._draft is not None:
+                self._draft.release()
+
+    def _prefill_draft(self) -> None:
+        if self._draft is not None and self._num_draft_tokens() > 0:
+            self._draft.prefill(self._token_ids, current_traceparent())
+
+    async def _next_result(self, last: LaneResult) -> LaneResult:
+        """The result of a round, or in plain decoding simply the next one."""
+        lane = self._lane
+        num_draft_tokens = self._num_draft_tokens() if lane.num_steps < _REFILL_BELOW else 0
+        if num_draft_tokens > 0 and lane.num_steps == 0:
+            return await self._round(num_draft_tokens)
+        if num_draft_tokens == 0 and lane.num_steps < _REFILL_BELOW:
+            lane.verify(len(self._token_ids), None, _GRANTED_STEPS, current_traceparent())
+        load, began = lane.link.num_lanes, time.monotonic()
+        entry = await lane.next()
+        gamma = self._session.fleet.gamma(lane.link)
+        # Steps that also prefilled say nothing about decoding.
+        if gamma is not None and last.result.num_draft_tokens == 0 and entry.stats.num_tokens <= 2 * load:
+            gamma.observe_plain(load, time.monotonic() - began)
+        return entry
+
+    async def _round(self, num_draft_tokens: int) -> LaneResult:
+        """Draft, verify: one span, with the workers' spans as its children."""
+        assert self._draft is not None
+        lane, load, began = self._lane, self._lane.link.num_lanes, time.monotonic()
+        with self._session.telemetry.span("round") as span:
+            parent = traceparent(span)
+            proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent)
+            lane.verify(len(self._token_ids), proposal, 1, parent)
+            entry = await lane.next()
+            self._num_rounds += 1
+            span.set_attributes(
+                {
+                    ROUND: self._num_rounds,
+                    SEQUENCE_INDEX: self._params.sequence_index,
+                    NUM_DRAFT_TOKENS: entry.result.num_draft_tokens,
+                    NUM_ACCEPTED: entry.result.num_accepted,
+                }
+            )
+        drafted = entry.result.num_draft_tokens
+        if drafted:
+            self._acceptance.observe(drafted, entry.result.num_accepted)
+            self._session.usage.round_verified(drafted, entry.result.num_accepted)
+            self._rejected = list(proposal.token_ids)[entry.result.num_accepted :] if proposal is not None else []
+            gamma = self._session.fleet.gamma(lane.link)
+            if gamma is not None and entry.stats.num_tokens <= 2 * load * (drafted + 1):
+                gamma.observe_round(load, drafted, time.monotonic() - began)
+        return entry
+
+    def _num_draft_tokens(self) -> int:
+        """Draft tokens for the next round: as fixed by the request, else as pays; never past max_tokens."""
+        gamma = self._session.fleet.gamma(self._lane.link)
+        if self._draft is None or gamma is None:
+            return 0
+        wanted = self._options.num_draft_tokens
+        if wanted is None:
+            unseen = len(self._token_ids) - self._draft.num_told
+            wanted = gamma.choose(self._acceptance.rate, self._lane.link.num_lanes, unseen)
+        num_output_tokens = len(self._token_ids) - len(self._options.prompt_ids)
+        return min(wanted, self._params.max_tokens - num_output_tokens - 1)
+
+    def _take(self, result: target_pb2.StepResult) -> inference_pb2.GenerateResponse:
+        """Commits a result's tokens, and puts what the client gets of it into a chunk."""
+        tokens = list(result.token_ids)
+        stopped = result.status == target_pb2.STEP_STATUS_STOPPED
+        delta = self._detokenizer.push(tokens[:-1] if stopped else tokens)
+        text = delta.text
+        if delta.stopped:
+            tokens = tokens[: delta.num_tokens]
+            self._finish_reason = inference_pb2.FINISH_REASON_STOP
+        elif result.status != target_pb2.STEP_STATUS_RUNNING:
+            rest = self._detokenizer.flush()
+            text += rest.text
+            ended_by_text = stopped or rest.stopped
+            self._finish_reason = (
+                inference_pb2.FINISH_REASON_STOP if ended_by_text else inference_pb2.FINISH_REASON_LENGTH
+            )
+        self._token_ids += tokens
+        self._session.usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
+        chunk = inference_pb2.GenerateResponse(
+            index=self._params.sequence_index,
+            text=text,
+            token_ids=tokens,
+            logprobs=result.logprobs[: len(tokens)],
+            finish_reason=self._finish_reason,
+        )
+        if self._options.include_draft_tokens:
+            self._show_draft(chunk, result, tokens)
+        return chunk
+
+    def _show_draft(
+        self, chunk: inference_pb2.GenerateResponse, result: target_pb2.StepResult, tokens: Sequence[int]
+    ) -> None:
+        """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
+        if result.num_draft_tokens == 0:
+            last = inference_pb2.TOKEN_ORIGIN_TARGET
+        elif result.num_accepted == result.num_draft_tokens:
+            last = inference_pb2.TOKEN_ORIGIN_BONUS
+        else:
+            last = inference_pb2.TOKEN_ORIGIN_RECOVERED
+        shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[: result.num_accepted]]
+        if result.num_draft_tokens:
+            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in self._rejected]
+        shown += [(token, last) for token in tokens[result.num_accepted :]]
+        for token, origin in shown:
+            chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)
+
+
+def _check(result: target_pb2.StepResult) -> None:
+    """Raises WorkerLost for a result that calls for another prefill, Internal for one that none would help."""
+    if result.status == target_pb2.STEP_STATUS_TOO_LARGE:
+        raise Internal("a target worker has fewer KV blocks than it said")
+    if result.status in (target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE, target_pb2.STEP_STATUS_FAILED):
+        raise WorkerLost(target_pb2.StepStatus.Name(result.status))
+
+
+def current_traceparent() -> str:
+    """The W3C trace context of the span we are in; empty when not traced."""
+    return traceparent(trace.get_current_span())

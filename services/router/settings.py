@@ -1,0 +1,58 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, SecretStr
+from pydantic_settings import NoDecode
+
+from shared.settings import Address, ServiceSettings
+
+
+def _comma_separated(value: Any) -> Any:
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+def _comma_separated_pairs(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    pairs = [item.strip().partition("=") for item in value.split(",") if item.strip()]
+    if not all(name and key for name, _, key in pairs):
+        raise ValueError("must be name=key,name=key")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ValueError("must name each tenant once")
+    return {name: key for name, _, key in pairs}
+
+
+class RouterSettings(ServiceSettings):
+    """The router: its workers, its limits and its tenants."""
+
+    service: ClassVar[str] = "router"
+
+    port: int = Field(default=50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    targets: Annotated[list[Address], NoDecode, BeforeValidator(_comma_separated)] = Field(
+        min_length=1, description="Target workers, host:port, separated by commas."
+    )
+    draft: Address | None = Field(default=None, description="Draft worker, host:port; unset: no speculation.")
+    tokenizer: str = Field(min_length=1, description="The target's tokenizer: its model folder or hub name.")
+    redis_url: str | None = Field(
+        default=None,
+        pattern=r"^(rediss?|unix)://.+",
+        description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
+    )
+    max_running: int = Field(default=64, ge=1, description="Requests served at once.")
+    max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; beyond, RESOURCE_EXHAUSTED.")
+    max_num_draft_tokens: int = Field(default=8, ge=0, le=16, description="Most draft tokens in a round, 0 to 16.")
+    failover_seconds: float = Field(
+        default=60.0, ge=0, description="How long a stream waits for a target worker to come back."
+    )
+    api_keys: Annotated[dict[str, SecretStr], NoDecode, BeforeValidator(_comma_separated_pairs)] = Field(
+        default={}, description="API keys by tenant, name=key,name=key; none: no authentication."
+    )
+    cache_secret: SecretStr | None = Field(
+        default=None,
+        min_length=16,
+        description="Secret of 16 characters or more that tenants' cache salts derive from; unset: drawn at start.",
+    )
+    max_prompt_bytes: int = Field(default=1 << 20, ge=1, description="Longest prompt, in bytes.")

@@ -1,0 +1,159 @@
+"""The router's end of a target worker's stream: lanes for sequences, results to whom they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
+
+from services.router.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
+from services.router.placement import WorkerLoad
+from shared.sampling.params import SamplingParams
+from shared.worker.messages import params_to_proto
+
+
+class WorkerLost(Exception):
+    """The worker does not have the sequence any more; prefill its committed tokens on another."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneResult:
+    """A sequence's result, and what the step it came from cost the worker."""
+
+    result: target_pb2.StepResult
+    stats: worker_pb2.StepStats
+
+
+@dataclass(eq=False)
+class TargetLane:
+    """One sequence's place on a target worker.
+
+    `num_steps` counts the results still to come by themselves: those asked for and not yet received.
+    """
+
+    link: TargetLink
+    sequence_id: int
+    num_steps: int
+    _results: asyncio.Queue[LaneResult | None] = field(default_factory=asyncio.Queue)
+
+    async def next(self) -> LaneResult:
+        """The next result. Raises WorkerLost if the worker went, forgot the sequence, or failed at it."""
+        found = await self._results.get()
+        if found is None:
+            raise WorkerLost(self.link.address)
+        self.num_steps -= 1
+        return found
+
+    def verify(self, position: int, proposal: worker_pb2.Proposal | None, num_steps: int, traceparent: str) -> None:
+        """Asks for a round (or with no proposal for plain decoding) and allows `num_steps` more steps."""
+        self.num_steps += num_steps
+        self.link.pending().verifies.add(
+            sequence_id=self.sequence_id,
+            position=position,
+            proposal=proposal,
+            num_steps=num_steps,
+            traceparent=traceparent,
+        )
+
+    def release(self) -> None:
+        """Gives the place up; nothing more is received. Safe to call again."""
+        self.link.release(self.sequence_id)
+
+    def _receive(self, entry: LaneResult | None) -> None:
+        self._results.put_nowait(entry)
+
+
+class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetResponse]):
+    """A target worker as the router sees it."""
+
+    def __init__(
+        self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
+    ) -> None:
+        super().__init__(address, check, changed)
+        self.draining = False
+        self._lanes: dict[int, TargetLane] = {}
+        self._sequence_ids = itertools.count(1)
+        self._stats = worker_pb2.StepStats()
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def usable(self) -> bool:
+        return self.connected and not self.draining
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            instance_id=self.info.instance_id if self.info is not None else self.address,
+            num_running=max(0, len(self._lanes) - self._stats.num_waiting),
+            num_waiting=self._stats.num_waiting,
+            kv_usage=self._stats.kv_usage,
+            alive=self.usable,
+        )
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        params: Sequence[SamplingParams],
+        num_steps: int,
+        cache_salt: bytes,
+        traceparent: str,
+    ) -> list[TargetLane]:
+        """Begins a sequence for each of `params`, all on the same tokens, computed once."""
+        lanes = [TargetLane(self, next(self._sequence_ids), num_steps) for _ in params]
+        first, *forks = lanes
+        self._lanes.update((lane.sequence_id, lane) for lane in lanes)
+        self.pending().prefills.add(
+            sequence_id=first.sequence_id,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            params=params_to_proto(params[0]),
+            forks=[
+                target_pb2.Fork(sequence_id=fork.sequence_id, sequence_index=each.sequence_index)
+                for fork, each in zip(forks, params[1:], strict=True)
+            ],
+            num_steps=num_steps,
+            cache_salt=cache_salt,
+            traceparent=traceparent,
+        )
+        return lanes
+
+    def release(self, sequence_id: int) -> None:
+        if self._lanes.pop(sequence_id, None) is not None and self.connected:
+            self.pending().releases.append(sequence_id)
+
+    def _new_request(self) -> target_pb2.TargetRequest:
+        return target_pb2.TargetRequest()
+
+    async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.WorkerInfo:
+        stub = target_pb2_grpc.TargetStub(channel)
+        return await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=INFO_TIMEOUT_SECONDS)
+
+    def _open(self, channel: grpc.aio.Channel) -> object:
+        return target_pb2_grpc.TargetStub(channel).Serve()
+
+    def _on_response(self, response: target_pb2.TargetResponse) -> None:
+        if response.draining:
+            self.draining = True
+        if response.HasField("stats"):
+            self._stats = response.stats
+            self.costs.observe(response.stats.num_tokens, response.stats.seconds)
+        for result in response.results:
+            lane = self._lanes.get(result.sequence_id)
+            if lane is not None:
+                lane._receive(LaneResult(result, response.stats))
+                if result.status != target_pb2.STEP_STATUS_RUNNING:
+                    del self._lanes[result.sequence_id]
+
+    def _on_lost(self) -> None:
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane._receive(None)
+        self.draining = False
+        self._stats = worker_pb2.StepStats()

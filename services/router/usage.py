@@ -1,0 +1,63 @@
+"""What a request used: counted as it goes, told to its client and to the metrics."""
+
+from __future__ import annotations
+
+import time
+
+from outrider.v1 import inference_pb2
+
+from shared.telemetry.metrics import RouterMetrics
+
+
+class UsageMeter:
+    """Counts one request's tokens and rounds from its arrival on; seconds are measured from there too."""
+
+    def __init__(self, metrics: RouterMetrics, operation: str) -> None:
+        self._metrics = metrics
+        self._operation = operation
+        self._arrival = time.monotonic()
+        self._first_token_seconds: float | None = None
+        self._usage = inference_pb2.Usage()
+        self._num_output_tokens: dict[int, int] = {}
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._arrival
+
+    def admitted(self, num_prompt_tokens: int) -> None:
+        self._usage.prompt_tokens = num_prompt_tokens
+        self._metrics.admitted(self.seconds)
+
+    def tokens_committed(self, sequence_index: int, num_tokens: int, cached_tokens: int) -> None:
+        """`cached_tokens` counts once: for the first sequence's first result, not for later prefills."""
+        if self._first_token_seconds is None:
+            self._first_token_seconds = self.seconds
+            self._metrics.first_token(self._first_token_seconds, self._operation)
+            self._usage.cached_tokens = cached_tokens
+        self._usage.output_tokens += num_tokens
+        self._num_output_tokens[sequence_index] = self._num_output_tokens.get(sequence_index, 0) + num_tokens
+
+    def round_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
+        usage = self._usage
+        usage.rounds += 1
+        usage.draft_tokens += num_draft_tokens
+        usage.accepted_tokens += num_accepted
+        while len(usage.acceptance_by_position) < num_draft_tokens:
+            usage.acceptance_by_position.add()
+        for position in range(num_draft_tokens):
+            usage.acceptance_by_position[position].drafted += 1
+            usage.acceptance_by_position[position].accepted += position < num_accepted
+        self._metrics.round_verified(num_draft_tokens, num_accepted)
+
+    def finished(self, error_type: str | None) -> None:
+        """The request ended; `error_type` is the gRPC status name unless all went well."""
+        self._metrics.request_finished(self.seconds, self._operation, error_type)
+        if self._first_token_seconds is not None:
+            decoding = self.seconds - self._first_token_seconds
+            for num_tokens in self._num_output_tokens.values():
+                self._metrics.output_tokens(decoding, num_tokens, self._operation)
+
+    def to_proto(self) -> inference_pb2.Usage:
+        self._usage.total_seconds = self.seconds
+        self._usage.time_to_first_token_seconds = self._first_token_seconds or 0.0
+        return self._usage

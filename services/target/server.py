@@ -1,0 +1,187 @@
+"""The `Target` service: sequences in, committed tokens out."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+from outrider.v1 import target_pb2, target_pb2_grpc
+
+from services.target.settings import TargetSettings
+from services.target.verifier import verify
+from shared.engine.engine import Engine, Gain, StepOutcome
+from shared.engine.sequence import Finish, Sequence
+from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from shared.prefix.block_hash import root_hash
+from shared.prefix.publisher import PrefixPublisher
+from shared.rpc.server import RpcServer
+from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
+from shared.telemetry.logs import configure_logging
+from shared.telemetry.tracing import Telemetry, configure
+from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto
+from shared.worker.service import run_worker
+from shared.worker.servicer import WorkerServicer
+from shared.worker.stream import Lane, RouterStream
+
+logger = logging.getLogger(__name__)
+
+Stream = RouterStream[target_pb2.TargetResponse]
+
+_STATUS = {
+    None: target_pb2.STEP_STATUS_RUNNING,
+    Finish.STOPPED: target_pb2.STEP_STATUS_STOPPED,
+    Finish.LENGTH: target_pb2.STEP_STATUS_LENGTH,
+}
+
+
+class TargetServicer(
+    WorkerServicer[target_pb2.TargetRequest, target_pb2.TargetResponse], target_pb2_grpc.TargetServicer
+):
+    """Puts routers' sequences into the engine and streams back what its steps commit.
+
+    Methods named `_on_…` run on the engine's thread.
+    """
+
+    def __init__(self, telemetry: Telemetry, fingerprint: str) -> None:
+        super().__init__(telemetry, fingerprint)
+        self._publisher: PrefixPublisher | None = None
+
+    def publish_to(self, publisher: PrefixPublisher) -> None:
+        """From now on the prefix index learns which blocks this worker holds."""
+        self._publisher = publisher
+
+    def _announce_drain(self, stream: Stream) -> None:
+        stream.send(target_pb2.TargetResponse(draining=True))
+
+    def _on_request(self, stream: Stream, request: target_pb2.TargetRequest) -> None:
+        for sequence_id in request.releases:
+            self._on_release(stream, sequence_id)
+        refused = [self._on_prefill(stream, prefill) for prefill in request.prefills]
+        refused += [self._on_verify(stream, verification) for verification in request.verifies]
+        results = [result for result in refused if result is not None]
+        if results:
+            stream.send(target_pb2.TargetResponse(results=results))
+
+    def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> target_pb2.StepResult | None:
+        """Begins a sequence; a result only if that cannot be."""
+        params = params_from_proto(prefill.params)
+        num_output_tokens = len(prefill.token_ids) - prefill.num_prompt_tokens
+        if len(prefill.token_ids) + params.max_tokens - num_output_tokens > self.engine.max_context:
+            return _refusal(prefill.sequence_id, target_pb2.STEP_STATUS_TOO_LARGE)
+        if self._draining:
+            return _refusal(prefill.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
+        root = root_hash(self.engine.fingerprint, prefill.cache_salt)
+
+        def begin(sequence_id: int, sequence_index: int) -> Sequence:
+            prefill.params.sequence_index = sequence_index
+            sequence = Sequence(
+                prefill.token_ids,
+                prefill.num_prompt_tokens,
+                params_from_proto(prefill.params),
+                root,
+                num_steps=prefill.num_steps,
+            )
+            self._add_lane(stream, sequence_id, sequence, prefill.traceparent)
+            return sequence
+
+        sequence = begin(prefill.sequence_id, params.sequence_index)
+        sequence.forks = [begin(fork.sequence_id, fork.sequence_index) for fork in prefill.forks]
+        self.engine.scheduler.add(sequence)
+        return None
+
+    def _on_verify(self, stream: Stream, verification: target_pb2.Verify) -> target_pb2.StepResult | None:
+        """Lets a sequence go on; a result only if it is not here, or not where the router thinks it is."""
+        lane = stream.lanes.get(verification.sequence_id)
+        proposal = proposal_from_proto(verification.proposal)
+        if lane is not None:
+            position = len(lane.sequence.token_ids)
+            in_step = position == verification.position if proposal else position >= verification.position
+            if in_step and position + len(proposal) < self.engine.max_context:
+                if proposal:
+                    lane.sequence.proposal = proposal
+                lane.sequence.num_steps += verification.num_steps
+                lane.traceparent = verification.traceparent
+                return None
+            self._on_release(stream, verification.sequence_id)
+        return _refusal(verification.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
+
+    def _on_outcome(self, outcome: StepOutcome) -> None:
+        results: defaultdict[Stream, list[target_pb2.StepResult]] = defaultdict(list)
+        for gain in outcome.gains:
+            lane = self._lanes[gain.sequence]
+            results[lane.stream].append(self._result(lane, gain, outcome))
+            if gain.sequence.finish is not None:
+                self._on_release(lane.stream, lane.sequence_id)
+        for sequence in outcome.failed:
+            lane = self._lanes[sequence]
+            results[lane.stream].append(_refusal(lane.sequence_id, target_pb2.STEP_STATUS_FAILED))
+            self._on_release(lane.stream, lane.sequence_id)
+        stats = self._stats(outcome)
+        for stream, entries in results.items():
+            stream.send(target_pb2.TargetResponse(results=entries, stats=stats))
+        events = self.engine.blocks.take_events()
+        if self._publisher is not None:
+            self._publisher.evicted(events.evicted)
+            self._publisher.stored(events.stored)
+
+    def _result(self, lane: Lane[target_pb2.TargetResponse], gain: Gain, outcome: StepOutcome) -> target_pb2.StepResult:
+        sequence, sampled = gain.sequence, gain.sampled
+        position = len(sequence.token_ids) - len(sampled.token_ids)
+        first = not lane.answered
+        lane.answered = True
+        if first and self._metrics is not None:
+            self._metrics.prefix_hit(sequence.num_cached_tokens)
+        if lane.traceparent:
+            self._telemetry.record_span(
+                "prefill" if first else "verify",
+                lane.traceparent,
+                lane.began_ns if first else outcome.began_ns,
+                outcome.began_ns + int(outcome.seconds * 1e9),
+                {
+                    NUM_DRAFT_TOKENS: gain.num_draft_tokens,
+                    NUM_ACCEPTED: sampled.num_accepted,
+                    CACHED_TOKENS: sequence.num_cached_tokens,
+                    NUM_TOKENS: outcome.num_tokens,
+                    NUM_SEQUENCES: outcome.num_sequences,
+                },
+            )
+        return target_pb2.StepResult(
+            sequence_id=lane.sequence_id,
+            position=position,
+            status=_STATUS[sequence.finish],
+            token_ids=sampled.token_ids,
+            num_draft_tokens=gain.num_draft_tokens,
+            num_accepted=sampled.num_accepted,
+            logprobs=logprobs_to_proto(sampled.logprobs),
+            cached_tokens=sequence.num_cached_tokens if first else 0,
+        )
+
+
+def _refusal(sequence_id: int, status: target_pb2.StepStatus) -> target_pb2.StepResult:
+    return target_pb2.StepResult(sequence_id=sequence_id, status=status)
+
+
+async def serve(settings: TargetSettings) -> None:
+    """Runs a target worker until it is drained. Raises StartupError if it cannot start."""
+    configure_logging("target", settings.log_level)
+    telemetry = configure("outrider-target", settings.otlp_endpoint)
+    servicer = TargetServicer(telemetry, tokenizer_fingerprint(settings.model))
+    server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
+    server.add("outrider.v1.Target", target_pb2_grpc.add_TargetServicer_to_server, servicer)
+    publisher: PrefixPublisher | None = None
+
+    async def publish(engine: Engine) -> None:
+        nonlocal publisher
+        if settings.redis_url is not None:
+            publisher = PrefixPublisher(
+                settings.redis_url, engine.fingerprint, servicer.instance_id, engine.blocks.findable
+            )
+            publisher.start()
+            servicer.publish_to(publisher)
+
+    try:
+        await run_worker(server, servicer, settings, verify, publish)
+    finally:
+        if publisher is not None:
+            await publisher.close()
+        telemetry.shutdown()

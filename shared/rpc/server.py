@@ -1,0 +1,134 @@
+"""A gRPC server with health, reflection, tracing, error mapping and a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1.health import SERVICE_NAME as HEALTH  # type: ignore[import-untyped]
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from shared.rpc.edge import Edge
+from shared.rpc.options import SERVER_OPTIONS
+from shared.telemetry.tracing import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_Servicer = TypeVar("_Servicer")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds that handlers have to release what they hold after their RPCs were cancelled.
+_UNWIND_SECONDS = 5.0
+
+
+class BindError(OSError):
+    """The server cannot listen on its address."""
+
+
+class RpcServer:
+    """One process's gRPC server. Make it inside the event loop, `add` services, `start`, then `serve`.
+
+    Health (`grpc.health.v1`) is NOT_SERVING for "" and for every service until `set_serving(True)`.
+    """
+
+    def __init__(self, address: str, telemetry: Telemetry) -> None:
+        """`address` is "host:port" or "unix:path"; with port 0 the system chooses one at `start`."""
+        self.address = address
+        self._edge = Edge(telemetry)
+        self._server = grpc.aio.server(interceptors=[self._edge], options=SERVER_OPTIONS)
+        self._health = health.HealthServicer()
+        self._services: list[str] = []
+
+    def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:
+        """Serve `service` (its full name) by `servicer`, with the generated `add_…_to_server` as `register`."""
+        register(servicer, self._server)
+        self._services.append(service)
+
+    async def start(self) -> None:
+        """Listen; `address` then tells the port in use.
+
+        Raises:
+            BindError: the address is in use, not of this machine, or not an address.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._services, HEALTH, reflection.SERVICE_NAME], self._server)
+        await self.set_serving(False)
+        try:
+            port = self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise BindError(f"cannot listen on {self.address}: in use, or not an address of this machine") from error
+        if not self.address.startswith("unix:"):
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        await self._server.start()
+        logger.info("listening", extra={"address": self.address})
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health says of "" and of every service; without effect once drained."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+    async def serve(self, draining: Callable[[], Awaitable[None]], grace: float) -> None:
+        """Serve until SIGTERM or SIGINT, then `drain`. A second signal cuts the drain short.
+
+        However it ends (cancellation included), the server is stopped when this returns.
+        """
+        loop = asyncio.get_running_loop()
+        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, signals.put_nowait, number)
+        try:
+            first = await signals.get()
+            logger.info("draining", extra={"signal": first.name, "grace_seconds": grace})
+            drain = asyncio.create_task(self.drain(draining, grace))
+            second = asyncio.create_task(signals.get())
+            try:
+                await asyncio.wait((drain, second), return_when=asyncio.FIRST_COMPLETED)
+                if not drain.done():
+                    logger.warning("drain cut short by %s", second.result().name)
+                else:
+                    drain.result()
+            finally:
+                for task in (drain, second):
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+            await self.stop()
+
+    async def drain(self, draining: Callable[[], Awaitable[None]], grace: float) -> None:
+        """Stop gently: health goes NOT_SERVING, new RPCs get UNAVAILABLE, running ones may finish.
+
+        `draining` is called meanwhile, to finish or hand over what long streams still carry. Whatever
+        still runs after `grace` seconds is cancelled.
+        """
+        await self._health.enter_graceful_shutdown()
+        self._edge.refuse()
+        try:
+            async with asyncio.timeout(grace) as limit:
+                await draining()
+                await self._edge.idle.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            logger.warning("cancelling what still runs after %g seconds", grace, extra={"rpcs": self._edge.num_active})
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Stop at once: cancel what runs, and wait until its handlers are through."""
+        await self._server.stop(None)
+        try:
+            async with asyncio.timeout(_UNWIND_SECONDS):
+                await self._edge.idle.wait()
+        except TimeoutError:
+            logger.error("handlers still run %g seconds after they were cancelled", _UNWIND_SECONDS)

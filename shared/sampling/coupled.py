@@ -1,0 +1,119 @@
+"""Coupled sampling: noise that belongs to a position, not to whoever draws there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.sampling.filters import adjusts, sampling_logprobs
+from shared.sampling.rows import SampleRows
+
+_WORD = (1 << 64) - 1
+# SplitMix64 (Steele, Lea and Flood 2014): the increment, and the finalizer's multipliers and shifts.
+_INCREMENT = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+
+# Elements of noise made at a time: what a CPU's cache holds; elsewhere, what bounds the scratch memory.
+_CPU_CHUNK = 1 << 18
+_CHUNK = 1 << 24
+
+
+def gumbel_noise(
+    seeds: Sequence[int],
+    sequence_indices: Sequence[int],
+    positions: Sequence[int],
+    vocab_size: int,
+    device: torch.device,
+) -> Tensor:
+    """Standard Gumbel noise [R, V] float32, a pure function of (seed, sequence index, position, token id).
+
+    The three sequences of length R hold a uint64 and two counters for each row. Each row is the SplitMix64
+    stream of a key mixed from these, entry t of it being token t's, so neither the vocabulary's size nor
+    the other rows matter. Bits are integer arithmetic; the logarithms run in float64 and are rounded to
+    float32, which hides what devices' libraries differ in.
+    """
+    keys = [
+        _signed(_stream(_stream(_stream(0, seed), index), position))
+        for seed, index, position in zip(seeds, sequence_indices, positions, strict=True)
+    ]
+    steps = torch.arange(1, vocab_size + 1, device=device) * _signed(_INCREMENT)
+    starts = torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(1)
+    noise = torch.empty(len(keys), vocab_size, device=device)
+    num_rows = max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocab_size)
+    for first in range(0, len(keys), num_rows):
+        bits = _finalized(starts[first : first + num_rows] + steps)
+        # 52 bits and a half: strictly between 0 and 1, and exact in float64.
+        uniform = _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)
+        noise[first : first + num_rows] = uniform.log_().neg_().log_().neg_()
+    return noise
+
+
+def coupled_tokens(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """Each row's token [R] int64: argmax(logprobs + noise), for greedy sequences argmax(logprobs).
+
+    `logprobs` [R, V] as `sampling_logprobs` gives them. Adding Gumbel noise makes the argmax a draw from
+    the distribution (Gumbel 1954; Maddison et al. 2014), and drawing with the same noise from two similar
+    distributions mostly gives the same token. Row j's noise is that of position len(token_ids) + j.
+    Raises ValueError for a sampled sequence that has no seed.
+    """
+    seeded: list[int] = []
+    seeds: list[int] = []
+    indices: list[int] = []
+    positions: list[int] = []
+    first_row = 0
+    for sequence in rows:
+        params, num_rows = sequence.params, sequence.num_rows
+        if not params.greedy:
+            if params.seed is None:
+                raise ValueError(f"params.seed is None at temperature {params.temperature}: coupled sampling needs one")
+            seeded.extend(range(first_row, first_row + num_rows))
+            seeds.extend([params.seed] * num_rows)
+            indices.extend([params.sequence_index] * num_rows)
+            positions.extend(range(len(sequence.token_ids), len(sequence.token_ids) + num_rows))
+        first_row += num_rows
+    if not seeded:
+        return logprobs.argmax(1)
+    noise = gumbel_noise(seeds, indices, positions, logprobs.shape[1], logprobs.device)
+    if len(seeded) == first_row:
+        return (logprobs + noise).argmax(1)
+    return logprobs.index_add(0, torch.tensor(seeded, device=logprobs.device), noise).argmax(1)
+
+
+def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """Each row's token [R] int64 from raw `logits` [R, V], for sequences that are all greedy or seeded.
+
+    A batch that is greedy throughout, with nothing that changes logits, is its argmax and no more.
+    """
+    if all(sequence.params.greedy and not adjusts(sequence) for sequence in rows):
+        return logits.argmax(1)
+    return coupled_tokens(sampling_logprobs(logits, rows), rows)
+
+
+def _stream(key: int, counter: int) -> int:
+    """Entry `counter` of the SplitMix64 stream that starts at `key`; both and the result are uint64."""
+    bits = (key + (counter + 1) * _INCREMENT) & _WORD
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        bits = ((bits ^ (bits >> shift)) * multiplier) & _WORD
+    return bits ^ (bits >> _SHIFTS[-1])
+
+
+def _finalized(bits: Tensor) -> Tensor:
+    """SplitMix64's finalizer, as in `_stream`, in place on int64 `bits`."""
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        bits ^= _shifted(bits, shift)
+        bits *= _signed(multiplier)
+    bits ^= _shifted(bits, _SHIFTS[-1])
+    return bits
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of a uint64: torch computes in int64, where products wrap alike."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(bits: Tensor, shift: int) -> Tensor:
+    """Logical right shift of int64 `bits`: the sign bits that torch's arithmetic shift draws in are cleared."""
+    return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)

@@ -1,0 +1,204 @@
+"""The request's own filters: from raw logits to the distribution that is served."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shared.sampling.params import SamplingParams
+from shared.sampling.rows import SampleRows
+
+# On CPU a nucleus is looked for among so many likeliest tokens before the whole row is sorted.
+_NUCLEUS_WIDTH = 1024
+
+
+class _Entries:
+    """Sparse (row, token id, value) triples of a `[R, V]` tensor, gathered on the host.
+
+    They are kept in arrays because these extend one another by a plain copy: a long history is read
+    once per sequence and costs little for each further row.
+    """
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+        self.ids = array("q")
+        self.values = array("f")
+
+    def add(self, row: int, ids: array[int], values: array[float]) -> None:
+        self.rows.extend(array("q", [row]) * len(ids))
+        self.ids.extend(ids)
+        self.values.extend(values)
+
+    def add_all(self, row: int, ids: array[int], value: float) -> None:
+        self.add(row, ids, array("f", [value]) * len(ids))
+
+    def located(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Offsets [E] into flattened `logits` and values [E] on its device; None if there are none.
+
+        Ids beyond the vocabulary are dropped: a draft model's may be smaller than the target's.
+        """
+        if not self.ids:
+            return None
+        vocab_size = logits.shape[1]
+        ids = torch.frombuffer(self.ids, dtype=torch.int64)
+        offsets = torch.frombuffer(self.rows, dtype=torch.int64) * vocab_size + ids
+        values = torch.frombuffer(self.values, dtype=torch.float32)
+        inside = ids < vocab_size
+        return offsets[inside].to(logits.device), values[inside].to(logits.device)
+
+
+def adjusts(rows: SampleRows) -> bool:
+    """Whether `adjust_logits` changes any logits of this sequence."""
+    params = rows.params
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or bool(params.logit_bias)
+        or (len(rows.token_ids) - rows.num_prompt_tokens < params.min_tokens and bool(params.stop_token_ids))
+    )
+
+
+def adjust_logits(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """Applies penalties, logit bias and min_tokens to every row as if tokens had come one by one.
+
+    `logits` [R, V] of any float dtype, R the sum of `num_rows`; returns [R, V] float32, which is `logits`
+    itself if it is float32 and nothing applies, and never writes to `logits`. Row j of a sequence has the
+    draft tokens before it in its history. In this order:
+
+    - repetition penalty r (Keskar et al. 2019, as in transformers): logits of tokens in prompt or output
+      are divided by r if positive, else multiplied;
+    - presence and frequency penalty (OpenAI API): logit − presence · [count > 0] − frequency · count, count
+      being the token's occurrences in the output;
+    - logit bias: added;
+    - min_tokens: stop tokens get −inf while the output is shorter.
+    """
+    scores = logits.float()
+    if not any(map(adjusts, rows)):
+        return scores
+    repeated, present, frequent, biased, stopped = (_Entries() for _ in range(5))
+    first_row = 0
+    for sequence in rows:
+        if adjusts(sequence):
+            params, num_prompt_tokens = sequence.params, sequence.num_prompt_tokens
+            repeats = params.repetition_penalty != 1.0
+            counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+            history = array("q", sequence.token_ids if repeats or counts else ())
+            bias_ids = array("q", params.logit_bias.keys())
+            bias_values = array("f", params.logit_bias.values())
+            stop_ids = array("q", sorted(params.stop_token_ids))
+            for j in range(sequence.num_rows):
+                row = first_row + j
+                if j and (repeats or counts):
+                    history.append(sequence.proposal.token_ids[j - 1])
+                if repeats:
+                    repeated.add_all(row, history, params.repetition_penalty)
+                if counts:
+                    output = history[num_prompt_tokens:]
+                    present.add_all(row, output, params.presence_penalty)
+                    frequent.add_all(row, output, params.frequency_penalty)
+                biased.add(row, bias_ids, bias_values)
+                if len(sequence.token_ids) + j - num_prompt_tokens < params.min_tokens:
+                    stopped.add_all(row, stop_ids, -math.inf)
+        first_row += sequence.num_rows
+
+    scores = scores.clone() if scores is logits else scores
+    flat = scores.view(-1)
+    # A token that occurs twice is written twice with the same value in the first two, and is meant to
+    # be added twice in the third.
+    if (at := repeated.located(scores)) is not None:
+        offsets, penalties = at
+        old = flat[offsets]
+        flat[offsets] = torch.where(old > 0, old / penalties, old * penalties)
+    if (at := present.located(scores)) is not None:
+        offsets, penalties = at
+        flat[offsets] = flat[offsets] - penalties
+    if (at := frequent.located(scores)) is not None:
+        offsets, penalties = at
+        flat.index_add_(0, offsets, penalties, alpha=-1)
+    if (at := biased.located(scores)) is not None:
+        offsets, biases = at
+        flat.index_add_(0, offsets, biases)
+    if (at := stopped.located(scores)) is not None:
+        offsets, values = at
+        flat[offsets] = values
+    return scores
+
+
+def sampling_logprobs(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """Log-probabilities that each row's token is drawn with: float32 [R, V], −inf outside the filters.
+
+    `logits` [R, V] of any float dtype is adjusted (`adjust_logits`), then filtered by temperature, top_k,
+    top_p (Holtzman et al. 2020) and min_p (Nguyen et al. 2024), in this order and with the meaning they
+    have in transformers. Tokens tied with the least likely one kept are kept too, so that the outcome
+    hangs on no sorting order. Greedy rows hold their adjusted logits: rounding in a softmax could tie the
+    two likeliest tokens.
+    """
+    scores = adjust_logits(logits, rows)
+    params = [sequence.params for sequence in rows for _ in range(sequence.num_rows)]
+    sampled = [i for i, row in enumerate(params) if not row.greedy]
+    return _replace(scores, sampled, lambda some: _warp(some, [params[i] for i in sampled]))
+
+
+def _warp(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature, top_k, top_p, min_p and the softmax, for rows that are all sampled."""
+    vocab_size = scores.shape[1]
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(1)
+
+    if any(row.temperature != 1.0 for row in params):
+        scores = scores / column([row.temperature for row in params])
+    if chosen := [i for i, row in enumerate(params) if 0 < row.top_k < vocab_size]:
+        top_k = [params[i].top_k for i in chosen]
+        ranks = column([k - 1 for k in top_k], torch.int64)
+        scores = _replace(scores, chosen, lambda some: _cut(some, some.topk(max(top_k)).values.gather(1, ranks)))
+    if chosen := [i for i, row in enumerate(params) if row.top_p < 1.0]:
+        top_p = column([params[i].top_p for i in chosen])
+        scores = _replace(scores, chosen, lambda some: _cut(some, _nucleus_floor(some, top_p)))
+    if chosen := [i for i, row in enumerate(params) if row.min_p > 0.0]:
+        # p < min_p · max p, in logarithms; the normaliser is on both sides.
+        margin = column([math.log(params[i].min_p) for i in chosen])
+        scores = _replace(scores, chosen, lambda some: _cut(some, some.amax(1, keepdim=True) + margin))
+    return scores.log_softmax(1)
+
+
+def _replace(scores: Tensor, chosen: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """`scores` with the chosen rows changed; no copy is made where all rows, or none, are chosen."""
+    if not chosen:
+        return scores
+    if len(chosen) == scores.shape[0]:
+        return change(scores)
+    index = torch.tensor(chosen, device=scores.device)
+    return scores.index_copy(0, index, change(scores[index]))
+
+
+def _cut(scores: Tensor, floor: Tensor) -> Tensor:
+    """`scores` [N, V] with everything below its row's `floor` [N, 1] at −inf."""
+    return scores.masked_fill(scores < floor, -math.inf)
+
+
+def _nucleus_floor(scores: Tensor, top_p: Tensor) -> Tensor:
+    """The least score [N, 1] among the fewest likeliest tokens of `scores` [N, V] that hold `top_p` [N, 1]."""
+    normaliser = scores.logsumexp(1, keepdim=True)
+    # A whole sort is slow on CPU and seldom needed; elsewhere, asking whether it is would cost a wait.
+    if scores.device.type != "cpu" or scores.shape[1] <= _NUCLEUS_WIDTH:
+        return _floor_among(scores.sort(dim=1, descending=True).values, normaliser, top_p)
+    likeliest = scores.topk(_NUCLEUS_WIDTH).values
+    floor = _floor_among(likeliest, normaliser, top_p)
+    short = ((likeliest - normaliser).exp().sum(1, keepdim=True) < top_p).squeeze(1).nonzero().squeeze(1)
+    if len(short):
+        likeliest = scores[short].sort(dim=1, descending=True).values
+        floor[short] = _floor_among(likeliest, normaliser[short], top_p[short])
+    return floor
+
+
+def _floor_among(likeliest: Tensor, normaliser: Tensor, top_p: Tensor) -> Tensor:
+    """The last of `likeliest` [N, K], best first, that the nucleus takes in."""
+    mass = (likeliest - normaliser).exp().cumsum(1)
+    # A token is in while those before it hold less than top_p; the first always is.
+    return likeliest.gather(1, (mass[:, :-1] < top_p).sum(1, keepdim=True))

@@ -1,0 +1,144 @@
+"""Where a service's settings come from: flags, then environment, then a file, then defaults."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+SERVICES = ("router", "target", "draft")
+
+EXIT_CONFIG = 78
+"""Exit status of a service that cannot start as it is configured (EX_CONFIG of sysexits.h)."""
+
+
+class StartupError(Exception):
+    """A service cannot start; the message is one line that tells its operator why."""
+
+
+class SettingsError(StartupError):
+    """A setting is missing, unknown or out of range."""
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError("must be host:port, with a port from 1 to 65535")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""`host:port` of a gRPC server."""
+
+
+class FileSource(PydanticBaseSettingsSource):
+    """The service's table of the TOML file named by the `config` setting; unknown names are errors."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError("the file is read whole, by __call__")
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config") or os.environ.get("OUTRIDER_CONFIG")
+        if not path:
+            return {}
+        try:
+            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SettingsError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise SettingsError(f"config {str(path)!r} is not TOML: {error}") from error
+        assert issubclass(self.settings_cls, ServiceSettings)
+        known_tables = ", ".join(f"[{name}]" for name in SERVICES)
+        for name, table in tables.items():
+            if name not in SERVICES or not isinstance(table, dict):
+                raise SettingsError(
+                    f"config {str(path)!r} has {name!r} at its top, where only {known_tables} may stand"
+                )
+        table = tables.get(self.settings_cls.service, {})
+        for name in table:
+            if name not in self.settings_cls.model_fields or name == "config":
+                raise SettingsError(f"config {str(path)!r}: [{self.settings_cls.service}] has no setting {name!r}")
+        return dict(table)
+
+
+class ServiceSettings(BaseSettings):
+    """What every service has. A subclass names its service and adds its own fields, each described.
+
+    A value comes from a keyword argument (the command line's flags), else from the environment
+    (`OUTRIDER_<SERVICE>_<NAME>`), else from the service's table in the TOML file that `--config` or
+    `OUTRIDER_CONFIG` names, else it is the default.
+    """
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, env_ignore_empty=True)
+    service: ClassVar[str]
+
+    config: Path | None = Field(default=None, description="TOML file with a table for each service.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    drain_seconds: float = Field(default=30.0, ge=0, description="Time that running requests get to finish on SIGTERM.")
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://.+",
+        description="OTLP/gRPC endpoint for traces and metrics; none: telemetry is off.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe log level shown."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file, in this order."""
+        environment = EnvSettingsSource(settings_cls, env_prefix=cls.environment_name(""))
+        return init_settings, environment, FileSource(settings_cls)
+
+    @classmethod
+    def environment_name(cls, name: str) -> str:
+        """The environment variable of a setting."""
+        return "OUTRIDER_CONFIG" if name == "config" else f"OUTRIDER_{cls.service}_{name}".upper()
+
+    @classmethod
+    def load(cls, **flags: object) -> Self:
+        """Settings from all sources; flags that are None were not given.
+
+        Raises SettingsError naming each wrong setting, its value and what is allowed.
+        """
+        try:
+            return cls(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise SettingsError("; ".join(cls._complaint(detail) for detail in error.errors())) from None
+
+    @classmethod
+    def _complaint(cls, detail: ErrorDetails) -> str:
+        """One validation error, in the words of whoever has to mend it."""
+        name = str(detail["loc"][0])
+        flag = f"--{name.replace('_', '-')}"
+        setting = f"{cls.service} setting {name} ({flag}, {cls.environment_name(name)})"
+        if detail["type"] == "missing":
+            return f"{setting} is required"
+        if detail["type"] == "extra_forbidden":
+            return f"{cls.service} has no setting {name}"
+        value = "(hidden)" if is_secret(cls.model_fields[name]) else repr(detail["input"])
+        allowed = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+        return f"{setting} is {value}: {allowed}"
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a field's value must never be shown."""
+
+    def holds_secret(annotation: Any) -> bool:
+        return annotation is SecretStr or any(holds_secret(argument) for argument in get_args(annotation))
+
+    return holds_secret(field.annotation)

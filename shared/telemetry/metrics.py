@@ -1,0 +1,146 @@
+"""The instruments of router and workers. Units are in the names' descriptions; times are seconds.
+
+Names and buckets of `gen_ai.server.*` follow OpenTelemetry's conventions for generative AI metrics;
+there are none for speculation, so the rest is `outrider.*`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opentelemetry.metrics import Meter
+from opentelemetry.util.types import AttributeValue
+
+from shared.telemetry.attributes import (
+    ERROR_TYPE,
+    GEN_AI_OPERATION_NAME,
+    GEN_AI_PROVIDER_NAME,
+    GEN_AI_REQUEST_MODEL,
+    POSITION,
+    PROVIDER,
+)
+
+# Advised by the conventions.
+REQUEST_DURATION_BUCKETS: Final = [
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+]  # fmt: skip
+TIME_TO_FIRST_TOKEN_BUCKETS: Final = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+]  # fmt: skip
+TIME_PER_OUTPUT_TOKEN_BUCKETS: Final = [
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+]  # fmt: skip
+# Ours: γ is 0 to 16; batches and prefixes span decades.
+_NUM_DRAFT_TOKENS_BUCKETS: Final = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16]
+_COUNT_BUCKETS: Final = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+
+
+class RouterMetrics:
+    """What the router sees of requests and rounds."""
+
+    def __init__(self, meter: Meter, model: str) -> None:
+        self._attributes: dict[str, AttributeValue] = {GEN_AI_PROVIDER_NAME: PROVIDER, GEN_AI_REQUEST_MODEL: model}
+        self._request_duration = meter.create_histogram(
+            "gen_ai.server.request.duration",
+            unit="s",
+            description="From a request's arrival to its last token.",
+            explicit_bucket_boundaries_advisory=REQUEST_DURATION_BUCKETS,
+        )
+        self._time_to_first_token = meter.create_histogram(
+            "gen_ai.server.time_to_first_token",
+            unit="s",
+            description="From a request's arrival to its first token.",
+            explicit_bucket_boundaries_advisory=TIME_TO_FIRST_TOKEN_BUCKETS,
+        )
+        self._time_per_output_token = meter.create_histogram(
+            "gen_ai.server.time_per_output_token",
+            unit="s",
+            description="Mean time per output token after the first one.",
+            explicit_bucket_boundaries_advisory=TIME_PER_OUTPUT_TOKEN_BUCKETS,
+        )
+        self._queue_time = meter.create_histogram(
+            "outrider.queue_time",
+            unit="s",
+            description="From a request's arrival to its admission.",
+            explicit_bucket_boundaries_advisory=TIME_TO_FIRST_TOKEN_BUCKETS,
+        )
+        self._num_draft_tokens = meter.create_histogram(
+            "outrider.num_draft_tokens",
+            unit="{token}",
+            description="Draft tokens of a round.",
+            explicit_bucket_boundaries_advisory=_NUM_DRAFT_TOKENS_BUCKETS,
+        )
+        self._drafted = meter.create_counter(
+            "outrider.acceptance.drafted", unit="{token}", description="Draft tokens verified, by position."
+        )
+        self._accepted = meter.create_counter(
+            "outrider.acceptance.accepted", unit="{token}", description="Draft tokens accepted, by position."
+        )
+
+    def request_finished(self, seconds: float, operation: str, error_type: str | None = None) -> None:
+        """A request ended after `seconds`; `error_type` is the gRPC status name unless all went well."""
+        attributes = {**self._attributes, GEN_AI_OPERATION_NAME: operation}
+        if error_type is not None:
+            attributes[ERROR_TYPE] = error_type
+        self._request_duration.record(seconds, attributes)
+
+    def first_token(self, seconds: float, operation: str) -> None:
+        """A request's first token came after `seconds`."""
+        self._time_to_first_token.record(seconds, {**self._attributes, GEN_AI_OPERATION_NAME: operation})
+
+    def output_tokens(self, seconds: float, num_tokens: int, operation: str) -> None:
+        """A finished sequence of `num_tokens` took `seconds` from first token to last."""
+        if num_tokens > 1:
+            attributes = {**self._attributes, GEN_AI_OPERATION_NAME: operation}
+            self._time_per_output_token.record(seconds / (num_tokens - 1), attributes)
+
+    def admitted(self, seconds: float) -> None:
+        """A request left the admission queue after `seconds`."""
+        self._queue_time.record(seconds, self._attributes)
+
+    def round_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One round of one sequence: the first `num_accepted` of `num_draft_tokens` were kept."""
+        self._num_draft_tokens.record(num_draft_tokens, self._attributes)
+        for position in range(num_draft_tokens):
+            attributes = {**self._attributes, POSITION: position}
+            self._drafted.add(1, attributes)
+            if position < num_accepted:
+                self._accepted.add(1, attributes)
+
+
+class WorkerMetrics:
+    """What a draft or target worker sees of its engine."""
+
+    def __init__(self, meter: Meter, model: str) -> None:
+        self._attributes: dict[str, AttributeValue] = {GEN_AI_PROVIDER_NAME: PROVIDER, GEN_AI_REQUEST_MODEL: model}
+        self._batch_tokens = meter.create_histogram(
+            "outrider.batch_size.tokens",
+            unit="{token}",
+            description="Tokens in a step's packed batch.",
+            explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+        )
+        self._batch_sequences = meter.create_histogram(
+            "outrider.batch_size.sequences",
+            unit="{sequence}",
+            description="Sequences in a step's packed batch.",
+            explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+        )
+        self._kv_usage = meter.create_gauge(
+            "outrider.kv_usage", unit="1", description="Share of KV blocks owned by sequences, 0 to 1."
+        )
+        self._prefix_hit_tokens = meter.create_histogram(
+            "outrider.prefix_hit_tokens",
+            unit="{token}",
+            description="Prompt tokens of a sequence found in the KV cache.",
+            explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+        )
+
+    def step(self, num_tokens: int, num_sequences: int, kv_usage: float) -> None:
+        """One engine step: its packed batch, and the share of KV blocks then owned by sequences."""
+        self._batch_tokens.record(num_tokens, self._attributes)
+        self._batch_sequences.record(num_sequences, self._attributes)
+        self._kv_usage.set(kv_usage, self._attributes)
+
+    def prefix_hit(self, num_tokens: int) -> None:
+        """A new sequence found `num_tokens` of its prompt in the KV cache; 0 is a miss."""
+        self._prefix_hit_tokens.record(num_tokens, self._attributes)

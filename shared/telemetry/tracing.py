@@ -1,0 +1,183 @@
+"""OpenTelemetry set-up of one process, and the spans that its own instrumentation cannot make.
+
+Nothing global is set: a service makes one `Telemetry` at start and hands it on. Without an endpoint
+the tracer and meter are OpenTelemetry's no-ops and the SDK is not even imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+from opentelemetry.metrics import Meter, NoOpMeterProvider
+from opentelemetry.trace import NoOpTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from shared.telemetry.attributes import CANCELLED, ERROR_TYPE
+
+logger = logging.getLogger(__name__)
+
+# Seconds one export may take, retries included; and all that is left may take at shutdown.
+_EXPORT_SECONDS = 5
+_SHUTDOWN_SECONDS = 5.0
+
+_propagator = TraceContextTextMapPropagator()
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """One process's tracer and meter. `configure` makes it; `shutdown` ends it."""
+
+    tracer: Tracer
+    meter: Meter
+    _flushes: tuple[Callable[[], None], ...] = ()
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        *,
+        parent: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> Iterator[Span]:
+        """A current span around a block of code, ended however the block ends.
+
+        An exception is recorded and sets the status. So does cancellation, which OpenTelemetry's own
+        context manager passes over: it sets `outrider.cancelled` and the status "cancelled".
+
+        `parent` defaults to the current context.
+        """
+        with self.tracer.start_as_current_span(
+            name,
+            context=parent,
+            kind=kind,
+            attributes=attributes,
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield span
+            except (asyncio.CancelledError, GeneratorExit):
+                mark_cancelled(span)
+                raise
+            except Exception as error:
+                span.record_exception(error)
+                span.set_attribute(ERROR_TYPE, type(error).__qualname__)
+                span.set_status(Status(StatusCode.ERROR, str(error)))
+                raise
+
+    def record_span(
+        self,
+        name: str,
+        traceparent: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> None:
+        """Emit a span that was measured elsewhere: an engine thread's work for one sequence.
+
+        Worker streams carry many requests, so the parent is the `traceparent` of the sequence's own
+        message; an empty one is not traced. Times are Unix nanoseconds (`time.time_ns()`).
+        """
+        if not traceparent:
+            return
+        span = self.tracer.start_span(
+            name, context=parent_context(traceparent), attributes=attributes, start_time=start_ns
+        )
+        span.end(end_ns)
+
+    def shutdown(self) -> None:
+        """Export what is left and stop. Blocks for at most 5 seconds, collector or not."""
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
+        threads = [threading.Thread(target=_flush, args=(flush,), daemon=True) for flush in self._flushes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            logger.warning("telemetry could not be flushed in %g seconds; the rest is dropped", _SHUTDOWN_SECONDS)
+
+
+def configure(service_name: str, endpoint: str | None) -> Telemetry:
+    """Telemetry of this process, exported by OTLP over gRPC to `endpoint`; off if that is None or "".
+
+    Args:
+        service_name: the resource's `service.name`, such as "outrider-router".
+        endpoint: `http://host:port` or `host:port` in plain text, `https://host:port` over TLS.
+
+    Raises:
+        ValueError: the endpoint is none of these.
+
+    An unreachable collector is no error, neither here nor later: spans and metrics are dropped.
+    """
+    if not endpoint:
+        return Telemetry(NoOpTracerProvider().get_tracer("outrider"), NoOpMeterProvider().get_meter("outrider"))
+    scheme, separator, authority = endpoint.rpartition("://")
+    if (separator and scheme not in ("http", "https")) or not authority.strip("/"):
+        raise ValueError(
+            f"telemetry endpoint is {endpoint!r}: must be host:port, http://host:port or https://host:port"
+        )
+
+    # Imported here because an untraced process should not pay for the SDK.
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({"service.name": service_name, "service.instance.id": str(uuid.uuid4())})
+    insecure = scheme != "https"
+    # The exit hooks of the providers could hold up a dying process; shutdown() is called instead.
+    tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    tracer_provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS))
+    )
+    metric_exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS)
+    meter_provider = MeterProvider(
+        [PeriodicExportingMetricReader(metric_exporter)], resource=resource, shutdown_on_exit=False
+    )
+    return Telemetry(
+        tracer_provider.get_tracer("outrider"),
+        meter_provider.get_meter("outrider"),
+        (tracer_provider.shutdown, meter_provider.shutdown),
+    )
+
+
+def traceparent(span: Span) -> str:
+    """The span's W3C `traceparent`, for a message's field; "" if the span is not recorded."""
+    if not span.is_recording():
+        return ""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, set_span_in_context(span, Context()))
+    return carrier["traceparent"]
+
+
+def parent_context(traceparent: str) -> Context:
+    """The context whose current span is the remote one named; an empty context if malformed or ""."""
+    return _propagator.extract({"traceparent": traceparent}, Context())
+
+
+def mark_cancelled(span: Span) -> None:
+    """Say on a span that its work was cancelled: an attribute, an event and the status."""
+    span.set_attribute(CANCELLED, True)
+    span.add_event("cancelled")
+    span.set_status(Status(StatusCode.ERROR, "cancelled"))
+
+
+def _flush(flush: Callable[[], None]) -> None:
+    try:
+        flush()
+    except Exception as error:
+        # Losing telemetry must not fail a shutdown.
+        logger.warning("telemetry could not be flushed: %s", error)

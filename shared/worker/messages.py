@@ -1,0 +1,76 @@
+"""Conversions between worker messages and the sampling types."""
+
+from __future__ import annotations
+
+from outrider.v1 import inference_pb2, worker_pb2
+
+from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+from shared.sampling.sampled import Candidates, TokenLogprobs
+
+
+def params_to_proto(params: SamplingParams) -> worker_pb2.SequenceParams:
+    return worker_pb2.SequenceParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        sequence_index=params.sequence_index,
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens,
+        stop_token_ids=sorted(params.stop_token_ids),
+        logprobs=params.logprobs,
+    )
+
+
+def params_from_proto(message: worker_pb2.SequenceParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed if message.HasField("seed") else None,
+        sequence_index=message.sequence_index,
+        min_tokens=message.min_tokens,
+        max_tokens=message.max_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def proposal_to_proto(token_ids: list[int], candidates: list[Candidates | None]) -> worker_pb2.Proposal:
+    """Draft tokens, and the distributions they were drawn from where there are any."""
+    drawn_from = [entry for entry in candidates if entry is not None]
+    return worker_pb2.Proposal(
+        token_ids=token_ids,
+        candidate_counts=[entry.num_entries for entry in drawn_from],
+        candidate_ids=b"".join(entry.ids for entry in drawn_from),
+        candidate_probs=b"".join(entry.probs for entry in drawn_from),
+    )
+
+
+def proposal_from_proto(message: worker_pb2.Proposal) -> Proposal:
+    if not message.token_ids:
+        return EMPTY_PROPOSAL
+    return Proposal(
+        tuple(message.token_ids), tuple(message.candidate_counts), message.candidate_ids, message.candidate_probs
+    )
+
+
+def logprobs_to_proto(entries: tuple[TokenLogprobs, ...] | None) -> list[inference_pb2.TokenLogprobs]:
+    return [
+        inference_pb2.TokenLogprobs(
+            logprob=entry.logprob,
+            top=[inference_pb2.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top],
+        )
+        for entry in entries or ()
+    ]

@@ -1,0 +1,194 @@
+"""The half of a worker's servicer that draft and target share: streams, info, state, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+from outrider.v1 import worker_pb2
+
+from shared.engine.engine import Engine, StepOutcome
+from shared.engine.loop import EngineLoop
+from shared.engine.sequence import Sequence
+from shared.rpc.errors import Unavailable
+from shared.telemetry.metrics import WorkerMetrics
+from shared.telemetry.tracing import Telemetry
+from shared.worker.stream import Lane, RouterStream
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+T = TypeVar("T")
+
+
+class WorkerServicer(ABC, Generic[Request, Response]):
+    """Serves streams of routers from one engine, once `attach` has brought it.
+
+    Methods named `_on_…` run on the engine's thread and alone touch lanes and scheduler.
+    """
+
+    def __init__(self, telemetry: Telemetry, tokenizer_fingerprint: str) -> None:
+        self.instance_id = uuid.uuid4().hex
+        self._telemetry = telemetry
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._engine_loop: EngineLoop | None = None
+        self._metrics: WorkerMetrics | None = None
+        self._streams: set[RouterStream[Response]] = set()
+        self._lanes: dict[Sequence, Lane[Response]] = {}
+        self._draining = False
+
+    @property
+    def engine(self) -> Engine:
+        """Raises Unavailable while the model is not loaded."""
+        return self._loop().engine
+
+    def attach(self, engine: Engine, on_crash: Callable[[], None]) -> None:
+        """Starts serving from a warmed-up engine; `on_crash` is called if its thread ends by an error."""
+        self._metrics = WorkerMetrics(self._telemetry.meter, engine.model.name)
+        self._engine_loop = EngineLoop(engine, self._on_step, on_crash)
+        self._engine_loop.start()
+
+    def close(self) -> None:
+        """Stops the engine's thread."""
+        if self._engine_loop is not None:
+            self._engine_loop.stop()
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Response]:
+        loop = self._loop()
+        stream: RouterStream[Response] = RouterStream()
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(request_iterator, stream, loop))
+        try:
+            async for response in stream.responses():
+                yield response
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            loop.submit(lambda: self._on_stream_end(stream))
+
+    async def GetWorkerInfo(
+        self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.WorkerInfo:
+        engine = self.engine
+        return worker_pb2.WorkerInfo(
+            instance_id=self.instance_id,
+            model=engine.model.name,
+            fingerprint=engine.fingerprint,
+            tokenizer_fingerprint=self._tokenizer_fingerprint,
+            vocab_size=engine.model.vocab_size,
+            max_context=engine.max_context,
+            eos_token_ids=sorted(engine.model.eos_token_ids),
+            block_size=engine.block_size,
+            num_blocks=engine.blocks.counts().total,
+            device=str(engine.model.device),
+            dtype=str(engine.model.dtype).removeprefix("torch."),
+            step_costs=[worker_pb2.StepCost(num_tokens=n, seconds=seconds) for n, seconds in engine.step_costs],
+        )
+
+    async def GetWorkerState(
+        self, request: worker_pb2.GetWorkerStateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.WorkerState:
+        def look() -> worker_pb2.WorkerState:
+            self.engine.scheduler.check()
+            free, cached, owned, total = self.engine.blocks.counts()
+            return worker_pb2.WorkerState(
+                free_blocks=free,
+                cached_blocks=cached,
+                owned_blocks=owned,
+                total_blocks=total,
+                num_sequences=len(self._lanes),
+            )
+
+        return await self._on_engine(look)
+
+    async def drain(self) -> None:
+        """Takes no new sequences, and returns when those here have ended and the streams are told so."""
+        self._draining = True
+        for stream in self._streams:
+            self._announce_drain(stream)
+        while await self._on_engine(lambda: len(self._lanes)):
+            await asyncio.sleep(0.05)
+        for stream in self._streams:
+            stream.end()
+
+    @abstractmethod
+    def _announce_drain(self, stream: RouterStream[Response]) -> None:
+        """Tells a router that this worker is going."""
+
+    @abstractmethod
+    def _on_request(self, stream: RouterStream[Response], request: Request) -> None:
+        """Acts on one message of a router."""
+
+    @abstractmethod
+    def _on_outcome(self, outcome: StepOutcome) -> None:
+        """Answers what a step brought."""
+
+    def _on_step(self, outcome: StepOutcome) -> None:
+        self._on_outcome(outcome)
+        if self._metrics is not None:
+            self._metrics.step(outcome.num_tokens, outcome.num_sequences, self._kv_usage())
+
+    def _on_release(self, stream: RouterStream[Response], sequence_id: int) -> None:
+        lane = stream.lanes.pop(sequence_id, None)
+        if lane is not None:
+            del self._lanes[lane.sequence]
+            self.engine.scheduler.remove(lane.sequence)
+
+    def _on_stream_end(self, stream: RouterStream[Response]) -> None:
+        for sequence_id in list(stream.lanes):
+            self._on_release(stream, sequence_id)
+
+    def _add_lane(self, stream: RouterStream[Response], sequence_id: int, sequence: Sequence, traceparent: str) -> None:
+        lane = Lane(stream, sequence_id, sequence, traceparent)
+        stream.lanes[sequence_id] = lane
+        self._lanes[sequence] = lane
+
+    def _stats(self, outcome: StepOutcome) -> worker_pb2.StepStats:
+        return worker_pb2.StepStats(
+            seconds=outcome.seconds,
+            num_tokens=outcome.num_tokens,
+            num_sequences=outcome.num_sequences,
+            num_running=self.engine.scheduler.num_running,
+            num_waiting=self.engine.scheduler.num_waiting,
+            kv_usage=self._kv_usage(),
+        )
+
+    def _kv_usage(self) -> float:
+        counts = self.engine.blocks.counts()
+        return counts.owned / counts.total
+
+    def _loop(self) -> EngineLoop:
+        if self._engine_loop is None:
+            raise Unavailable("the model is still being loaded")
+        return self._engine_loop
+
+    async def _read(self, requests: AsyncIterator[Request], stream: RouterStream[Response], loop: EngineLoop) -> None:
+        try:
+            async for request in requests:
+                loop.submit(lambda request=request: self._on_request(stream, request))  # type: ignore[misc]
+        finally:
+            stream.end()
+
+    async def _on_engine(self, look: Callable[[], T]) -> T:
+        """What `look` returns, or raises, on the engine's thread."""
+        asyncio_loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def answer_it() -> None:
+            try:
+                result = look()
+            except Exception as error:
+                asyncio_loop.call_soon_threadsafe(answer.set_exception, error)
+            else:
+                asyncio_loop.call_soon_threadsafe(answer.set_result, result)
+
+        self._loop().submit(answer_it)
+        found: T = await answer
+        return found

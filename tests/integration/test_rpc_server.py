@@ -1,0 +1,393 @@
+"""A real server in this process (and once in its own), with the public API and a scripted servicer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
+from outrider.v1 import inference_pb2, inference_pb2_grpc
+
+from shared.rpc import errors
+from shared.rpc.channel import connect
+from shared.rpc.deadline import child_timeout, remaining
+from shared.rpc.options import MAX_MESSAGE_BYTES
+from shared.rpc.server import BindError, RpcServer
+from shared.telemetry.tracing import configure
+
+SERVICE = "outrider.v1.Inference"
+
+Tokenize = Callable[[inference_pb2.TokenizeRequest, Any], Awaitable[inference_pb2.TokenizeResponse]]
+
+
+class Scripted(inference_pb2_grpc.InferenceServicer):
+    """Tokenize does what the test says; Generate echoes its text, and waits for ever after "wait"."""
+
+    def __init__(self, tokenize: Tokenize | None = None) -> None:
+        self.tokenize = tokenize
+        self.waiting = asyncio.Event()
+        self.released = asyncio.Event()
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        assert self.tokenize is not None
+        return await self.tokenize(request, context)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        try:
+            yield inference_pb2.GenerateResponse(text=request.text)
+            if request.text == "wait":
+                self.waiting.set()
+                await asyncio.Event().wait()
+            if request.text == "fail":
+                raise errors.Unavailable("the worker is gone")
+            while request.text == "flood":
+                yield inference_pb2.GenerateResponse(text="x" * 1_000_000)
+                self.waiting.set()
+        finally:
+            self.released.set()
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Any
+    ) -> inference_pb2.GetModelInfoResponse:
+        return inference_pb2.GetModelInfoResponse(model="tiny")
+
+
+@asynccontextmanager
+async def running(servicer: Scripted) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
+    server = RpcServer("127.0.0.1:0", configure("test", None))
+    server.add(SERVICE, inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
+    await server.start()
+    try:
+        async with connect(server.address) as channel:
+            yield server, channel
+    finally:
+        await server.stop()
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> str:
+    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+async def failure(tokenize: Tokenize) -> grpc.aio.AioRpcError:
+    """The error a client gets when Tokenize is `tokenize`."""
+    async with running(Scripted(tokenize)) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(
+                inference_pb2.TokenizeRequest(text="a"), timeout=30
+            )
+    return caught.value
+
+
+def raising(error: BaseException) -> Tokenize:
+    async def tokenize(_: object, __: object) -> inference_pb2.TokenizeResponse:
+        raise error
+
+    return tokenize
+
+
+def details_of(error: grpc.aio.AioRpcError) -> Status:
+    return Status.FromString(error.trailing_metadata()["grpc-status-details-bin"])
+
+
+async def test_health_is_not_serving_until_told_and_never_again_after_a_drain() -> None:
+    async with running(Scripted()) as (server, channel):
+        seen: list[list[str]] = []
+        for serving in (None, True, False, True):
+            if serving is not None:
+                await server.set_serving(serving)
+            seen.append([await health_of(channel, service) for service in ("", SERVICE)])
+        assert seen == [["NOT_SERVING"] * 2, ["SERVING"] * 2, ["NOT_SERVING"] * 2, ["SERVING"] * 2]
+
+        during: list[str] = []
+
+        async def draining() -> None:
+            await server.set_serving(True)
+            during.append(await health_of(channel, ""))
+
+        await server.drain(draining, grace=10)
+        assert during == ["NOT_SERVING"]
+
+
+async def test_reflection_lists_the_services_and_describes_them() -> None:
+    async with running(Scripted()) as (_, channel):
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+        ]
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(requests))
+        listed, described = [response async for response in call]
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert inference_pb2.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
+
+
+async def test_an_invalid_argument_reaches_the_client_with_its_details() -> None:
+    error = await failure(raising(errors.InvalidArgument("top_p", 1.5, "in (0, 1]")))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "top_p is 1.5: must be in (0, 1]"
+    detail = BadRequest()
+    assert details_of(error).details[0].Unpack(detail)
+    assert detail.field_violations[0].field == "top_p"
+
+
+async def test_a_full_server_says_when_to_come_again() -> None:
+    error = await failure(raising(errors.ResourceExhausted("the queue is full", 1.5)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    detail = RetryInfo()
+    assert details_of(error).details[0].Unpack(detail)
+    assert detail.retry_delay.ToMilliseconds() == 1500
+
+
+async def test_a_bug_is_internal_and_its_traceback_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = await failure(raising(KeyError("secret")))
+    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.name == "shared.rpc.edge"
+    assert "/outrider.v1.Inference/Tokenize" in record.getMessage()
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], KeyError)
+
+
+async def test_a_cancelled_task_inside_a_handler_does_not_hang_the_client() -> None:
+    """grpc itself sends no status then: the client would wait until its deadline."""
+    error = await failure(raising(asyncio.CancelledError()))
+    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
+
+
+async def test_a_status_chosen_by_the_handler_is_kept() -> None:
+    async def tokenize(_: object, context: Any) -> inference_pb2.TokenizeResponse:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no such model")
+        raise AssertionError("unreachable")
+
+    error = await failure(tokenize)
+    assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, "no such model")
+
+
+async def test_an_error_in_a_stream_ends_it_after_what_was_sent() -> None:
+    servicer = Scripted()
+    async with running(servicer) as (_, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text="fail"))
+        assert await call.read() == inference_pb2.GenerateResponse(text="fail")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAVAILABLE, "the worker is gone")
+        assert servicer.released.is_set()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "message"),
+    [
+        (b"\x0a\x01\xff", "text is b'\\xff': must be valid UTF-8"),
+        (b"\xff\xff\xff", "request is b'\\xff\\xff\\xff': must be a well-formed outrider.v1."),
+    ],
+    ids=["invalid UTF-8", "not protobuf"],
+)
+async def test_an_undecodable_request_is_an_invalid_argument(request_bytes: bytes, message: str) -> None:
+    async with running(Scripted()) as (_, channel):
+        tokenize: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE}/Tokenize")
+        generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Generate")
+        calls: tuple[Awaitable[object], ...] = (tokenize(request_bytes), generate(request_bytes).read())
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (caught.value.details() or "").startswith(message)
+
+
+async def test_messages_pass_up_to_the_limit() -> None:
+    sizes: list[int] = []
+
+    async def tokenize(request: inference_pb2.TokenizeRequest, _: object) -> inference_pb2.TokenizeResponse:
+        sizes.append(len(request.text))
+        return inference_pb2.TokenizeResponse()
+
+    async with running(Scripted(tokenize)) as (_, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        await stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * 10_000_000))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * (MAX_MESSAGE_BYTES + 1)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert sizes == [10_000_000]
+
+
+@pytest.mark.parametrize("text", ["wait", "flood"], ids=["while it awaits", "while it yields"])
+async def test_a_cancelled_stream_closes_its_generator(text: str) -> None:
+    servicer = Scripted()
+    async with running(servicer) as (_, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text=text))
+        await call.read()
+        await servicer.waiting.wait()
+        call.cancel()
+        async with asyncio.timeout(30):
+            await servicer.released.wait()
+
+
+async def test_the_callers_deadline_bounds_child_calls() -> None:
+    bounds: list[tuple[float | None, ...]] = []
+
+    async def tokenize(_: object, context: Any) -> inference_pb2.TokenizeResponse:
+        bounds.append((remaining(context), child_timeout(context), child_timeout(context, 7.0)))
+        return inference_pb2.TokenizeResponse()
+
+    async with running(Scripted(tokenize)) as (_, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        await stub.Tokenize(inference_pb2.TokenizeRequest(text="a"))
+        await stub.Tokenize(inference_pb2.TokenizeRequest(text="a"), timeout=100)
+    assert bounds[0] == (None, None, 7.0)
+    left, unbounded, bounded = bounds[1]
+    assert left is not None
+    assert unbounded is not None
+    # The header that carries a timeout rounds it up.
+    assert 50 < unbounded <= left < 105
+    assert bounded == 7.0
+
+
+async def test_no_child_call_is_made_when_time_is_over() -> None:
+    class Late:
+        def time_remaining(self) -> float:
+            return 0.0
+
+    late: Any = Late()
+    with pytest.raises(errors.DeadlineExceeded):
+        child_timeout(late, 7.0)
+
+
+async def test_an_address_in_use_is_one_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = RpcServer(address, configure("test", None))
+        with pytest.raises(BindError, match=f"cannot listen on {address}: in use, or not an address of this machine"):
+            await server.start()
+        await server.stop()
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    async with running(Scripted()) as (first, _):
+        second = RpcServer(first.address, configure("test", None))
+        with pytest.raises(BindError):
+            await second.start()
+        await second.stop()
+
+
+async def test_a_drain_refuses_new_rpcs_and_lets_running_ones_finish() -> None:
+    finish = asyncio.Event()
+    started = asyncio.Event()
+
+    async def tokenize(_: object, __: object) -> inference_pb2.TokenizeResponse:
+        started.set()
+        await finish.wait()
+        return inference_pb2.TokenizeResponse(token_ids=[7])
+
+    async with running(Scripted(tokenize)) as (server, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        # A watcher of health never ends by itself, and must not hold up the drain.
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+        await watch.read()
+        running_call = asyncio.ensure_future(stub.Tokenize(inference_pb2.TokenizeRequest(text="a")))
+        await started.wait()
+        drained = asyncio.Event()
+
+        async def draining() -> None:
+            drained.set()
+
+        drain = asyncio.create_task(server.drain(draining, grace=60))
+        await drained.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+        assert (caught.value.code(), caught.value.details()) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the server is draining",
+        )
+        assert not drain.done()
+        finish.set()
+        assert list((await running_call).token_ids) == [7]
+        async with asyncio.timeout(30):
+            await drain
+
+
+async def test_a_drain_cancels_what_outlives_its_grace() -> None:
+    servicer = Scripted()
+    async with running(servicer) as (server, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text="wait"))
+        await call.read()
+        await servicer.waiting.wait()
+
+        async def draining() -> None: ...
+
+        await server.drain(draining, grace=0.05)
+        # Stopped means released, not only cancelled.
+        assert servicer.released.is_set()
+        assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+_PROCESS = """
+import asyncio, sys
+from outrider.v1 import inference_pb2_grpc
+from shared.rpc.server import RpcServer
+from shared.telemetry.logs import configure_logging
+from shared.telemetry.tracing import configure
+from tests.integration.test_rpc_server import SERVICE, Scripted
+
+async def main():
+    server = RpcServer("127.0.0.1:0", configure("test", None))
+    server.add(SERVICE, inference_pb2_grpc.add_InferenceServicer_to_server, Scripted())
+    await server.start()
+    await server.set_serving(True)
+    async def draining():
+        print("draining", flush=True)
+        if sys.argv[1] == "stuck":
+            await asyncio.Event().wait()
+    print(server.address, flush=True)
+    await server.serve(draining, grace=300)
+    print("stopped", flush=True)
+
+configure_logging("test", "INFO")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("behaviour", ["quick", "stuck"])
+async def test_a_signal_drains_and_a_second_one_ends(number: signal.Signals, behaviour: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROCESS, behaviour, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        address = (await process.stdout.readline()).decode().strip()
+        async with connect(address) as channel:
+            assert await health_of(channel, SERVICE) == "SERVING"
+            process.send_signal(number)
+            assert await process.stdout.readline() == b"draining\n"
+            if behaviour == "stuck":
+                assert await health_of(channel, SERVICE) == "NOT_SERVING"
+                process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(60):
+                out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert out == b"stopped\n"
+    assert process.returncode == 0
+    messages = [json.loads(line)["message"] for line in err.splitlines()]
+    expected = ["listening", "draining"] + (["drain cut short by SIGTERM"] if behaviour == "stuck" else [])
+    assert messages == expected

@@ -1,0 +1,157 @@
+"""Settings: where each value comes from, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.settings_table import SETTINGS, settings_table
+from services.draft.settings import DraftSettings
+from services.router.settings import RouterSettings
+from services.target.settings import TargetSettings
+from shared.settings import ServiceSettings, SettingsError
+
+FILE = """
+[router]
+tokenizer = "from-file"
+targets = ["file:1"]
+max_running = 3
+[router.api_keys]
+acme = "key-of-acme"
+[target]
+model = "from-file"
+num_blocks = 30
+block_size = 32
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "outrider.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_flags_win_over_environment_over_file_over_default(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = TargetSettings.load(config=config)
+    assert (loaded.num_blocks, loaded.block_size, loaded.max_sequences) == (30, 32, 256)
+    monkeypatch.setenv("OUTRIDER_TARGET_NUM_BLOCKS", "31")
+    monkeypatch.setenv("OUTRIDER_DRAFT_BLOCK_SIZE", "64")  # another service's
+    loaded = TargetSettings.load(config=config)
+    assert (loaded.num_blocks, loaded.block_size, loaded.model) == (31, 32, "from-file")
+    assert TargetSettings.load(config=config, num_blocks="32").num_blocks == 32
+    assert TargetSettings.load(config=config, num_blocks=None).num_blocks == 31
+
+
+def test_file_may_be_named_by_the_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
+    assert TargetSettings.load().model == "from-file"
+    other = config.with_name("other.toml")
+    other.write_text('[target]\nmodel = "other"')
+    assert TargetSettings.load(config=other).model == "other"
+
+
+def test_lists_and_secrets(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = RouterSettings.load(config=config)
+    assert loaded.targets == ["file:1"]
+    assert loaded.api_keys["acme"].get_secret_value() == "key-of-acme"
+    assert "key-of-acme" not in repr(loaded)
+    monkeypatch.setenv("OUTRIDER_ROUTER_TARGETS", "one:1, two:2")
+    monkeypatch.setenv("OUTRIDER_ROUTER_API_KEYS", "a=b,c=d=e")
+    loaded = RouterSettings.load(config=config)
+    assert loaded.targets == ["one:1", "two:2"]
+    assert {name: key.get_secret_value() for name, key in loaded.api_keys.items()} == {"a": "b", "c": "d=e"}
+
+
+@pytest.mark.parametrize(
+    ("settings_class", "name", "value", "allowed"),
+    [
+        (TargetSettings, "block_size", "12", "must be a power of two from 8 to 256"),
+        (TargetSettings, "block_size", "512", "must be a power of two from 8 to 256"),
+        (TargetSettings, "block_size", "0", "must be a power of two from 8 to 256"),
+        (TargetSettings, "port", "65536", "should be less than or equal to 65535"),
+        (TargetSettings, "port", "http", "should be a valid integer"),
+        (TargetSettings, "device", "gpu", "must be auto, cpu, cuda or cuda:N"),
+        (TargetSettings, "dtype", "int8", "should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        (TargetSettings, "kv_cache_gib", "0", "should be greater than 0"),
+        (TargetSettings, "kv_cache_gib", "nan", "should be a finite number"),
+        (TargetSettings, "max_batch_tokens", "16", "should be greater than or equal to 17"),
+        (TargetSettings, "num_threads", "0", "should be greater than or equal to 1"),
+        (TargetSettings, "redis_url", "localhost:6379", "should match pattern '^(rediss?|unix)://.+'"),
+        (DraftSettings, "proposal_mass", "1.01", "should be less than or equal to 1"),
+        (DraftSettings, "optimistic", "perhaps", "should be a valid boolean"),
+        (DraftSettings, "log_level", "loud", "should be 'debug', 'info', 'warning' or 'error'"),
+        (RouterSettings, "draft", "localhost", "must be host:port"),
+        (RouterSettings, "max_num_draft_tokens", "17", "should be less than or equal to 16"),
+        (RouterSettings, "drain_seconds", "-1", "should be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(
+    settings_class: type[ServiceSettings], name: str, value: str, allowed: str
+) -> None:
+    required = {"targets": "one:1", "tokenizer": "model"} if settings_class is RouterSettings else {"model": "model"}
+    with pytest.raises(SettingsError) as raised:
+        settings_class.load(**{**required, name: value})
+    message = str(raised.value)
+    variable = f"OUTRIDER_{settings_class.service}_{name}".upper()
+    flag = f"--{name.replace('_', '-')}"
+    assert message.startswith(f"{settings_class.service} setting {name} ({flag}, {variable}) is {value!r}: {allowed}")
+    assert "\n" not in message
+
+
+def test_every_wrong_setting_is_named_in_one_line() -> None:
+    with pytest.raises(SettingsError) as raised:
+        TargetSettings.load(port="x", dtype="y")
+    message = str(raised.value)
+    assert "setting model (--model, OUTRIDER_TARGET_MODEL) is required" in message
+    assert "'x'" in message
+    assert "'y'" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("api_keys", "hush-hush"), ("api_keys", "a=,b=hush"), ("cache_secret", "hush")]
+)
+def test_secrets_are_not_repeated_in_complaints(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=r"is \(hidden\): ") as raised:
+        RouterSettings.load(targets="one:1", tokenizer="model", **{name: value})
+    assert "hush" not in str(raised.value)
+
+
+@pytest.mark.parametrize("targets", ["", "localhost", "one:1,two", "one:0", "one:65536", ":1"])
+def test_targets_are_addresses_and_at_least_one(targets: str) -> None:
+    with pytest.raises(SettingsError, match="router setting targets"):
+        RouterSettings.load(targets=targets, tokenizer="model")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('[target]\nmodle = "x"', r"\[target\] has no setting 'modle'"),
+        ("[worker]\nport = 1", r"has 'worker' at its top, where only \[router\], \[target\], \[draft\] may stand"),
+        ("port = 1", "has 'port' at its top"),
+        ("[target", "is not TOML"),
+        ('[target]\nconfig = "x"', "has no setting 'config'"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "outrider.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=complaint):
+        TargetSettings.load(config=path, model="x")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nothing\.toml' cannot be read: No such file"):
+        TargetSettings.load(config=tmp_path / "nothing.toml", model="x")
+
+
+def test_every_setting_is_described_and_stands_in_the_table() -> None:
+    table = settings_table()
+    for settings_class in SETTINGS:
+        for name, field in settings_class.model_fields.items():
+            assert field.description, name
+            assert f"| `{name}` |" in table
+    assert "| `port` | draft | `50053` |" in table
+    assert "| `host` | all | `127.0.0.1` |" in table
