@@ -16,7 +16,6 @@ from services.cli.demo import demo
 from services.cli.generate import generate
 from services.cli.launcher import PREPARED, die_with_parent, prepare_this_process
 from services.cli.options import command_from_settings
-import torch
 from services.cli.up import up
 from services.draft.settings import DraftSettings
 from services.router.settings import RouterSettings

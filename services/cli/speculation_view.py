@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from outrider.v1 import inference_pb2
 from rich.text import Text
@@ -32,11 +33,12 @@ _MEANINGS = {
 def render_tokens(tokens: Iterable[inference_pb2.DraftToken], *, colours: bool) -> Text:
     """A round's tokens in text order, each in its origin's colour, or between its marks without `colours`."""
     text = Text()
-    for token in tokens:
-        # A rejected line break is not part of the output and must not break its line.
-        rejected = token.origin == inference_pb2.TOKEN_ORIGIN_REJECTED
-        shown = token.text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}") if rejected else token.text
-        text.append_text(_styled(shown, token.origin, colours))
+    for origin, run in groupby(tokens, key=lambda token: token.origin):
+        shown = "".join(token.text for token in run)
+        if origin == inference_pb2.TOKEN_ORIGIN_REJECTED:
+            # A rejected line break is not part of the output and must not break its line.
+            shown = shown.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
+        text.append_text(_styled(shown, origin, colours))
     return text
 
 

@@ -51,7 +51,10 @@ class Fleet:
 
     def start(self) -> None:
         """Connects to every worker, and keeps connected until `close`."""
-        for link in (*self.targets, *([self.draft] if self.draft is not None else [])):
+        links: list[TargetLink | DraftLink] = [*self.targets]
+        if self.draft is not None:
+            links.append(self.draft)
+        for link in links:
             task = asyncio.create_task(link.run(), name=f"worker {link.address}")
             task.add_done_callback(self._report)
             self._tasks.append(task)

@@ -65,7 +65,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.meter, settings.tokenizer)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    # A coroutine that writes, not a generator: it is cancelled with its RPC wherever it is.
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
         chat = request.WhichOneof("prompt") == "chat"
         usage = UsageMeter(self._metrics, OPERATION_CHAT if chat else OPERATION_TEXT_COMPLETION)
         limit = remaining(context)

@@ -104,6 +104,9 @@ class Session:
     def text_of(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])
 
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer, self.options.stop_strings, self.options.prompt_ids)
+
     def _writer(self, write: Write) -> Write:
         async def write_one(chunk: inference_pb2.GenerateResponse) -> None:
             # Sequences share the stream, and the last chunk of the last one carries the usage.

@@ -8,13 +8,14 @@ from collections import defaultdict
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 from services.target.settings import TargetSettings
-from services.target.verifier import verify
+from services.target.verifier import check_proposal, verify
 from shared.engine.engine import Engine, Gain, StepOutcome
 from shared.engine.sequence import Finish, Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.prefix.block_hash import root_hash
 from shared.prefix.publisher import PrefixPublisher
 from shared.rpc.server import RpcServer
+from shared.sampling.proposal import Proposal
 from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.tracing import Telemetry, configure
@@ -96,7 +97,7 @@ class TargetServicer(
         if lane is not None:
             position = len(lane.sequence.token_ids)
             in_step = position == verification.position if proposal else position >= verification.position
-            if in_step and position + len(proposal) < self.engine.max_context:
+            if in_step and self._is_sound(proposal, lane.sequence):
                 if proposal:
                     lane.sequence.proposal = proposal
                 lane.sequence.num_steps += verification.num_steps
@@ -104,6 +105,15 @@ class TargetServicer(
                 return None
             self._on_release(stream, verification.sequence_id)
         return _refusal(verification.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
+
+    def _is_sound(self, proposal: Proposal, sequence: Sequence) -> bool:
+        """Whether a proposal can be verified: a malformed one must not spoil the step of all others."""
+        try:
+            check_proposal(proposal, sequence.params)
+        except ValueError as error:
+            logger.error("malformed proposal", extra={"reason": str(error)})
+            return False
+        return len(sequence.token_ids) + len(proposal) <= self.engine.max_context
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         results: defaultdict[Stream, list[target_pb2.StepResult]] = defaultdict(list)

@@ -33,7 +33,7 @@ class CausalLM:
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         config = model.config.get_text_config()
-        self._model = model.eval()
+        self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.name = name
         self.device = model.device
         self.dtype = model.dtype
@@ -59,7 +59,7 @@ class CausalLM:
         except Exception as error:
             # transformers, safetensors and the hub client share no exception class.
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
-        return cls(model.to(chosen), folder.name if folder.is_dir() else source)
+        return cls(model.to(chosen), folder.name if folder.is_dir() else source)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, position_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
+import transformers
 
 from shared.engine.engine import Engine, Sampler
 from shared.engine.model import CausalLM
@@ -25,6 +26,7 @@ def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
 
     Raises StartupError if the model cannot be loaded or served.
     """
+    transformers.utils.logging.disable_progress_bar()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     engine = Engine(CausalLM.load(settings.model, settings.device, settings.dtype), settings, sample)

@@ -42,6 +42,9 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._streams: set[RouterStream[Response]] = set()
         self._lanes: dict[Sequence, Lane[Response]] = {}
         self._draining = False
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._without_lanes = asyncio.Event()
+        self._without_lanes.set()
 
     @property
     def engine(self) -> Engine:
@@ -114,8 +117,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._draining = True
         for stream in self._streams:
             self._announce_drain(stream)
-        while await self._on_engine(lambda: len(self._lanes)):
-            await asyncio.sleep(0.05)
+        await self._without_lanes.wait()
         for stream in self._streams:
             stream.end()
 
@@ -141,6 +143,8 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         if lane is not None:
             del self._lanes[lane.sequence]
             self.engine.scheduler.remove(lane.sequence)
+            if not self._lanes:
+                self._asyncio_loop.call_soon_threadsafe(self._without_lanes.set)
 
     def _on_stream_end(self, stream: RouterStream[Response]) -> None:
         for sequence_id in list(stream.lanes):
@@ -149,6 +153,8 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def _add_lane(self, stream: RouterStream[Response], sequence_id: int, sequence: Sequence, traceparent: str) -> None:
         lane = Lane(stream, sequence_id, sequence, traceparent)
         stream.lanes[sequence_id] = lane
+        if not self._lanes:
+            self._asyncio_loop.call_soon_threadsafe(self._without_lanes.clear)
         self._lanes[sequence] = lane
 
     def _stats(self, outcome: StepOutcome) -> worker_pb2.StepStats:

@@ -137,6 +137,15 @@ async def test_a_flood_does_not_shut_others_out() -> None:
     assert admission.num_running == 0
 
 
+async def test_nobody_gives_way_where_that_would_only_turn_the_tables() -> None:
+    admission = Admission(1, 3)
+    requests = await _start(admission, "x", "a", "a", "b")
+    with pytest.raises(ResourceExhausted):
+        await _enter(admission, "b", None)
+    for request in requests:
+        await request.finish()
+
+
 async def test_without_a_line_what_cannot_run_is_refused() -> None:
     admission = Admission(1, 0)
     (running,) = await _start(admission, "a")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from services.router.detokenizer import Detokenizer
+from services.router.stop_strings import StopStrings
 from services.router.tokenizer import TextTokenizer
 from tests.support.models import DEMO_TARGET
+
+_T = TypeVar("_T")
 
 _TEXTS = [
     "def fibonacci(n: int) -> int:\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
@@ -42,7 +46,7 @@ def sentencepiece_like() -> TextTokenizer:
     )
 
 
-def _random_pieces(ids: Sequence[int], rng: random.Random) -> list[Sequence[int]]:
+def _random_pieces(ids: Sequence[_T], rng: random.Random) -> list[Sequence[_T]]:
     pieces = []
     start = 0
     while start < len(ids):
@@ -208,6 +212,20 @@ def test_one_stop_string_agrees_with_find_in_every_cutting(demo: TextTokenizer) 
         found = text.find(stop)
         assert stopped == (found >= 0)
         assert "".join(texts) == (text if found < 0 else text[:found])
+
+
+def test_stop_strings_that_overlap_themselves_and_each_other() -> None:
+    rng = random.Random(7)
+    for _ in range(3000):
+        text = "".join(rng.choices("ab", k=40))
+        stops = ["".join(rng.choices("ab", k=rng.randint(3, 9))) for _ in range(rng.randint(1, 3))]
+        scanner = StopStrings(stops)
+        scans = [scanner.push("".join(piece)) for piece in _random_pieces(list(text), rng)]
+        expected = _cut_at_first_stop(text, stops)
+        first = next((count for count, scan in enumerate(scans, start=1) if scan.stopped), None)
+        sent = "".join(scan.text for scan in scans[:first])
+        assert (first is None) == (expected is None)
+        assert sent + (scanner.flush() if first is None else "") == (text if expected is None else expected)
 
 
 def test_what_may_begin_a_stop_string_is_held_and_then_let_go(demo: TextTokenizer) -> None:

@@ -44,8 +44,8 @@ def test_each_origin_has_its_colour() -> None:
 
 
 def test_without_colours_marks_tell_the_output_from_the_rejected() -> None:
-    text = render_tokens(tokens(("def", ACCEPTED), (" main", REJECTED), (" f", RECOVERED), ("(", BONUS)), colours=False)
-    assert text.plain == "def[- main-]{+ f+}{*(*}"
+    round_tokens = tokens(("def", ACCEPTED), (" main", REJECTED), ("(", REJECTED), (" f", RECOVERED), ("(", BONUS))
+    assert render_tokens(round_tokens, colours=False).plain == "def[- main(-]{+ f+}{*(*}"
 
 
 def test_a_rejected_line_break_does_not_break_the_line() -> None:
