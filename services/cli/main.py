@@ -42,7 +42,7 @@ def _serve(settings: ServiceSettings) -> None:
 
     configure_logging(settings.service, settings.log_level)
     if PREPARED in os.environ:
-        logging.getLogger(__name__).info("worker environment: %s", os.environ[PREPARED])
+        logging.getLogger("services.cli").info("worker environment: %s", os.environ[PREPARED])
     server = importlib.import_module(f"services.{settings.service}.server")
     asyncio.run(server.serve(settings))
 

@@ -128,7 +128,8 @@ class ServiceProcess:
         async for raw in process.stdout:
             line = raw.decode(errors="replace").rstrip()
             if line:
-                self._last_line = line
+                # A log record is no last word: what matters is a complaint or the end of a traceback.
+                self._last_line = "" if line.startswith("{") else line
                 self._log(self.name, line)
 
     async def _watch_start(self, start_seconds: float) -> bool:

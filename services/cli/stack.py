@@ -18,14 +18,17 @@ from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.prefix.redis_server import RedisServer, RedisServerError
 from shared.settings import StartupError
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out. `port` is the router's (0 picks a free one); workers listen on
-    free ports. Options left None are each service's own to settle, from the environment or its default;
-    `environment` adds to it for single processes, by name ("router", "draft", "target-0", ...).
+    `draft` None leaves the drafter out. `host` and `port` are the router's (0 picks a free one); workers
+    listen on free ports of the loopback alone. Options left None are each service's own to settle, from
+    the environment or its default; `environment` adds to it for single processes, by name ("router",
+    "draft", "target-0", ...).
     """
 
     target: str = str(DEMO_TARGET)
@@ -136,8 +139,8 @@ class Stack:
         settings = self.settings
         targets = [f"target-{i}" for i in range(settings.num_targets)]
         workers = ([] if settings.draft is None else ["draft"]) + targets
-        ports = [*_free_ports(len(workers), settings.host), _claim_port(settings.host, settings.port)]
-        address = {name: f"{settings.host}:{port}" for name, port in zip([*workers, "router"], ports, strict=True)}
+        address = {name: f"{LOOPBACK}:{port}" for name, port in zip(workers, _free_ports(len(workers)), strict=True)}
+        address["router"] = f"{settings.host}:{_claim_port(settings.host, settings.port)}"
 
         engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
         for name in targets:
@@ -170,9 +173,9 @@ class Stack:
             self._log_sink(name, line)
 
 
-def _free_ports(count: int, host: str) -> list[int]:
-    """Ports that nothing listens on, all different."""
-    sockets = [socket.create_server((host, 0)) for _ in range(count)]
+def _free_ports(count: int) -> list[int]:
+    """Loopback ports that nothing listens on, all different."""
+    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
     try:
         return [int(each.getsockname()[1]) for each in sockets]
     finally:
@@ -186,4 +189,4 @@ def _claim_port(host: str, port: int) -> int:
         with socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise StartupError(f"port {port} on {host} cannot be listened on: {error.strerror}") from None
+        raise StartupError(f"port {port} on {host} cannot be listened on: {os.strerror(error.errno or 0)}") from None

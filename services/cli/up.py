@@ -27,7 +27,7 @@ def up(
         typer.Option(metavar="MODEL", help='Draft model, or "none" to serve without.', show_default="the demo draft"),
     ] = str(DEMO_DRAFT),
     num_targets: Annotated[int, typer.Option(metavar="N", min=1, help="Target workers.")] = 1,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="The router's port; 0 picks a free one.")
     ] = 50051,

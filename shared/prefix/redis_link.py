@@ -34,16 +34,13 @@ class RedisLink:
 
         Raises ValueError for any other URL.
         """
+        # `run` limits the whole call, the wait for a connection included, and its callers retry.
         pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=_MAX_CONNECTIONS,
-            # `run` limits the whole call, the wait for a connection included; its callers retry.
-            timeout=None,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
+            url, max_connections=_MAX_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), protocol=2
         )
+        # Set here since the URL's query would win above: with a socket timeout of its own the client
+        # (redis 8.1) swallows a cancellation that comes together with the answer.
+        pool.connection_kwargs.update(socket_timeout=None, socket_connect_timeout=None)
         self._redis = Redis.from_pool(pool)
         self._timeout_seconds = timeout_seconds
         keys = f"outrider:{{{fingerprint}}}"

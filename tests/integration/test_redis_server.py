@@ -78,6 +78,18 @@ def test_starts_again_empty_at_the_same_url_after_stop_and_after_a_crash() -> No
             assert client.dbsize() == 0
 
 
+def test_leaves_the_folder_it_is_started_in_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Loading this file would end it: "Wrong signature trying to load DB from file".
+    (tmp_path / "dump.rdb").write_bytes(b"another Redis's data")
+    monkeypatch.chdir(tmp_path)
+    with RedisServer() as server, redis.Redis.from_url(server.url) as client:
+        client.set("key", "value")
+        with pytest.raises(redis.ResponseError):
+            client.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.rdb"]
+    assert (tmp_path / "dump.rdb").read_bytes() == b"another Redis's data"
+
+
 def test_refuses_others_without_the_password() -> None:
     with RedisServer() as server:
         with (

@@ -143,7 +143,8 @@ async def test_nobody_gives_way_where_that_would_only_turn_the_tables() -> None:
     with pytest.raises(ResourceExhausted):
         await _enter(admission, "b", None)
     for request in requests:
-        await request.finish()
+        request._may_end.set()
+    await asyncio.gather(*(request.task for request in requests))
 
 
 async def test_without_a_line_what_cannot_run_is_refused() -> None:

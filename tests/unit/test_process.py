@@ -27,7 +27,7 @@ server.add_insecure_port(sys.argv[1])
 servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), sys.exit(0)))
 server.start()
-print("serving", flush=True)
+print('{"message": "serving"}', flush=True)
 while True:
     signal.pause()
 """
@@ -57,12 +57,12 @@ async def test_a_killed_process_is_reported_and_started_again_and_a_stopped_one_
     child = Child(SERVING)
     supervised = asyncio.create_task(child.process.supervise(60))
     await child.process.ready.wait()
-    assert ("stub", "serving") in child.lines
+    assert ("stub", '{"message": "serving"}') in child.lines
     child.process.kill()
     assert not child.process.ready.is_set()
     await child.process.ready.wait()
     assert child.process.restarts == 1
-    assert ("stack", "stub was killed by SIGKILL: serving; starting it again in 0.5 s") in child.lines
+    assert ("stack", "stub was killed by SIGKILL; starting it again in 0.5 s") in child.lines
     await child.process.stop(60)
     await supervised
     assert child.lines[-1] == ("stub", "drained")

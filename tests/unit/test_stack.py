@@ -122,7 +122,9 @@ async def test_a_service_that_cannot_start_ends_the_stack_with_its_message() -> 
 async def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 cannot be listened on: "):
+        with pytest.raises(
+            StartupError, match=f"port {port} on 127.0.0.1 cannot be listened on: Address already in use$"
+        ):
             await Stack(StackSettings(port=port)).__aenter__()
     assert NoRedis.running == 0
 

@@ -1,0 +1,148 @@
+"""Whole stacks of real processes, and a client that collects what they stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from outrider.v1 import draft_pb2_grpc, inference_pb2, inference_pb2_grpc, target_pb2_grpc, worker_pb2
+
+from services.cli.stack import Stack, StackSettings
+from shared.rpc.channel import connect
+
+IDLE_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+
+OnChunk = Callable[[inference_pb2.GenerateResponse], None]
+
+
+@dataclass(slots=True)
+class Output:
+    """What one sequence of a request streamed."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
+    draft_tokens: list[inference_pb2.DraftToken] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Generated:
+    """A request's whole answer: its sequences by index, and the usage of the last chunk."""
+
+    outputs: list[Output]
+    usage: inference_pb2.Usage
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first sequence."""
+        return self.outputs[0].token_ids
+
+
+@asynccontextmanager
+async def running_stack(
+    environment: Mapping[str, Mapping[str, str]] | None = None, **settings: Any
+) -> AsyncIterator[Stack]:
+    """A stack in float32 with one thread a worker, ready to serve; `settings` are StackSettings' own.
+
+    `environment` adds to each process's, by the process's name.
+    """
+    defaults: dict[str, Any] = {"port": 0, "dtype": "float32", "num_threads": 1, "drain_seconds": 5.0}
+    async with Stack(StackSettings(**(defaults | settings), environment=environment or {})) as stack:
+        yield stack
+
+
+@asynccontextmanager
+async def inference(stack: Stack) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    """A client of the stack's router, over a connection of its own."""
+    async with connect(stack.router_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def request(prompt: str | Sequence[int], *, gamma: int | None = None, **fields: Any) -> inference_pb2.GenerateRequest:
+    """A request for a text or for token ids; `gamma` None is adaptive, `fields` are GenerateRequest's own."""
+    made = inference_pb2.GenerateRequest(**fields)
+    if isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.token_ids.ids.extend(prompt)
+    if gamma is not None:
+        made.speculation.num_draft_tokens = gamma
+    return made
+
+
+async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None) -> Generated:
+    """Reads a stream to its end, and holds it to the protocol: nothing behind a sequence's finish reason, usage on
+    the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call does."""
+    outputs: dict[int, Output] = {}
+    usage: inference_pb2.Usage | None = None
+    async for chunk in call:
+        assert usage is None, "a chunk came behind the one with the usage"
+        output = outputs.setdefault(chunk.index, Output())
+        assert not output.finish_reason, f"sequence {chunk.index} went on behind its finish reason"
+        output.token_ids += chunk.token_ids
+        output.text += chunk.text
+        output.finish_reason = chunk.finish_reason
+        output.draft_tokens += chunk.draft_tokens
+        if chunk.HasField("usage"):
+            usage = chunk.usage
+        if on_chunk is not None:
+            on_chunk(chunk)
+    assert usage is not None, "the stream ended without its usage"
+    assert sorted(outputs) == list(range(len(outputs)))
+    assert all(output.finish_reason for output in outputs.values())
+    return Generated([outputs[index] for index in sorted(outputs)], usage)
+
+
+async def generate(
+    stub: inference_pb2_grpc.InferenceStub,
+    prompt: str | Sequence[int],
+    *,
+    gamma: int | None = None,
+    api_key: str | None = None,
+    on_chunk: OnChunk | None = None,
+    **fields: Any,
+) -> Generated:
+    """Sends a `request`, as the tenant of `api_key` if there is one, and returns the whole answer."""
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else None
+    return await collect(stub.Generate(request(prompt, gamma=gamma, **fields), metadata=metadata), on_chunk)
+
+
+async def worker_state(stack: Stack, name: str) -> worker_pb2.WorkerState:
+    """KV accounting of the worker process `name`; the worker proves its own reference counts before it answers."""
+    async with connect(stack.processes[name].address) as channel:
+        stub: Any = draft_pb2_grpc.DrafterStub if name == "draft" else target_pb2_grpc.TargetStub
+        state: worker_pb2.WorkerState = await stub(channel).GetWorkerState(worker_pb2.GetWorkerStateRequest())
+    return state
+
+
+async def wait_until_idle(stack: Stack, seconds: float = IDLE_SECONDS) -> None:
+    """Returns when no worker holds a sequence or owns a block, with every block accounted for.
+
+    Workers that are being started again are waited for. Raises AssertionError if that is not so in time.
+    """
+    for name, process in stack.processes.items():
+        if name == "router":
+            continue
+        state: worker_pb2.WorkerState | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                await process.ready.wait()
+                while state is None or state.num_sequences or state.owned_blocks:
+                    if state is not None:
+                        await asyncio.sleep(_POLL_SECONDS)
+                    state = await worker_state(stack, name)
+        except TimeoutError:
+            raise AssertionError(f"{name} is not idle after {seconds:g} s: {state}") from None
+        assert state.free_blocks + state.cached_blocks + state.owned_blocks == state.total_blocks, f"{name}: {state}"
+
+
+def status(error: grpc.aio.AioRpcError) -> grpc.StatusCode:
+    """The status that a call ended with."""
+    code = error.code()
+    assert isinstance(code, grpc.StatusCode)
+    return code
