@@ -2,41 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 # Rows the layout is chosen for. oneDNN's choice hardly depends on it; small steps are the common ones.
-_TYPICAL_ROWS = 8
+_TYPICAL_ROWS = 32
+
+
+class _PackedGroup:
+    """Weights of linear layers that are given the same input, as one matrix prepacked for oneDNN.
+
+    The first member called computes for all of them, so that query, key and value projection (or gate and
+    up) are one product.
+    """
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+        self._bias = None
+        if any(linear.bias is not None for linear in linears):
+            self._bias = torch.cat(
+                [
+                    linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+                    for linear in linears
+                ]
+            )
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def output(self, member: int, x: Tensor) -> Tensor:
+        if x is not self._input or member not in self._outputs:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            if len(self._sizes) == 1:
+                return product
+            self._input, self._outputs = x, dict(enumerate(product.split(self._sizes, dim=-1)))
+        output = self._outputs.pop(member)
+        if not self._outputs:
+            self._input = None
+        return output
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` over weights prepacked for oneDNN: up to twice the bandwidth of the plain layout in bf16,
-    so that verifying several tokens costs what one costs. Inference only."""
+    """An `nn.Linear` over prepacked weights: up to twice the bandwidth of the plain layout in bf16, so that
+    verifying several tokens costs what one costs. Inference only."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, group: _PackedGroup, member: int) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._group, self._member = group, member
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return out
+        return self._group.output(self._member, x)
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, run: Callable[[], Any]) -> int:
     """Replaces the model's bf16 CPU linear layers by packed ones; returns how many.
 
-    Only exact `nn.Linear`s: a subclass may compute something else. The plain weights are freed unless
-    something else (tied embeddings) still holds them.
+    `run` runs the model once, which shows what layers share their input. Only exact `nn.Linear`s are
+    replaced: a subclass may compute something else. The plain weights are freed unless something else
+    (tied embeddings) still holds them.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
-    packed = 0
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
-                setattr(module, name, PackedLinear(child))
-                packed += 1
-    return packed
+    places = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu"
+    ]
+    inputs = _inputs_seen([child for _, _, child in places], run)
+    groups: dict[tuple[nn.Module, Tensor | nn.Linear], list[tuple[str, nn.Linear]]] = {}
+    for module, name, child in places:
+        groups.setdefault((module, inputs.get(child, child)), []).append((name, child))
+    for (module, _), members in groups.items():
+        packed = _PackedGroup([child for _, child in members])
+        for i, (name, _) in enumerate(members):
+            setattr(module, name, PackedLinear(packed, i))
+    return len(places)
+
+
+def _inputs_seen(linears: list[nn.Linear], run: Callable[[], Any]) -> dict[nn.Linear, Tensor]:
+    """The tensor each layer is given when the model runs; kept alive, so that no two are taken for one."""
+    inputs: dict[nn.Linear, Tensor] = {}
+
+    def see(linear: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(linear, nn.Linear)
+        inputs[linear] = args[0]
+
+    hooks = [linear.register_forward_pre_hook(see) for linear in linears]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs

@@ -26,7 +26,7 @@ def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
 
     Raises StartupError if the model cannot be loaded or served.
     """
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     engine = Engine(CausalLM.load(settings.model, settings.device, settings.dtype), settings, sample)
