@@ -54,14 +54,15 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
     def _on_propose(self, stream: Stream, propose: draft_pb2.Propose) -> draft_pb2.DraftResult | None:
         """Sets a sequence to drafting; a result only if it is ready already, or can't be."""
         position = propose.base_length + len(propose.token_ids)
+        if position >= self.engine.max_context:
+            self._on_release(stream, propose.sequence_id)
+            return _refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_EXHAUSTED)
         if propose.base_length == 0:
             self._on_release(stream, propose.sequence_id)
             self._begin(stream, propose)
         lane = stream.lanes.get(propose.sequence_id)
         if lane is None or lane.sequence.num_committed != (propose.base_length or position):
-            return draft_pb2.DraftResult(
-                sequence_id=propose.sequence_id, position=position, status=draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE
-            )
+            return _refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
         lane.traceparent = propose.traceparent
         drafter = self._drafters[lane.sequence]
         if propose.base_length:
@@ -69,18 +70,10 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         if propose.num_draft_tokens == 0:
             drafter.prefill()
             return None
-        num_draft_tokens = min(propose.num_draft_tokens, self.engine.max_context - position)
-        if num_draft_tokens <= 0:
-            self._on_release(stream, propose.sequence_id)
-            return draft_pb2.DraftResult(
-                sequence_id=propose.sequence_id, position=position, status=draft_pb2.DRAFT_STATUS_EXHAUSTED
-            )
-        drafter.ask(num_draft_tokens)
+        drafter.ask(min(propose.num_draft_tokens, self.engine.max_context - position))
         return self._answer(lane, drafter) if drafter.answerable else None
 
     def _begin(self, stream: Stream, propose: draft_pb2.Propose) -> None:
-        if len(propose.token_ids) >= self.engine.max_context:
-            return
         sequence = Sequence(
             propose.token_ids,
             propose.num_prompt_tokens,
@@ -108,11 +101,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         for sequence in outcome.failed:
             lane = self._lanes[sequence]
             results[lane.stream].append(
-                draft_pb2.DraftResult(
-                    sequence_id=lane.sequence_id,
-                    position=sequence.num_committed,
-                    status=draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE,
-                )
+                _refusal(lane.sequence_id, sequence.num_committed, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
             )
             self._on_release(lane.stream, lane.sequence_id)
         if results:
@@ -139,6 +128,10 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
 
     def _announce_drain(self, stream: Stream) -> None:
         stream.end()
+
+
+def _refusal(sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> draft_pb2.DraftResult:
+    return draft_pb2.DraftResult(sequence_id=sequence_id, position=position, status=status)
 
 
 async def serve(settings: DraftSettings) -> None:

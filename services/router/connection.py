@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -44,6 +43,7 @@ class WorkerConnection(ABC, Generic[Request, Response]):
         self.costs = StepCosts([(1, 1.0)])
         self._pending: Request | None = None
         self._wake_writer = asyncio.Event()
+        self._call: Any = None
 
     @property
     def connected(self) -> bool:
@@ -68,8 +68,8 @@ class WorkerConnection(ABC, Generic[Request, Response]):
                 else:
                     logger.info("worker closed its stream", extra={"address": self.address})
                 finally:
-                    await self._announce(None)
                     self._on_lost()
+                    await self._announce(None)
 
     def pending(self) -> Request:
         """The message being gathered: whatever is added before the writer's next turn goes out in one."""
@@ -77,6 +77,11 @@ class WorkerConnection(ABC, Generic[Request, Response]):
             self._pending = self._new_request()
             self._wake_writer.set()
         return self._pending
+
+    def hang_up(self) -> None:
+        """Gives up on a worker that does not answer: its stream ends, and `run` connects again when it can."""
+        if self._call is not None:
+            self._call.cancel()
 
     @abstractmethod
     def _new_request(self) -> Request: ...
@@ -110,16 +115,22 @@ class WorkerConnection(ABC, Generic[Request, Response]):
             self._changed.notify_all()
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        call = self._open(channel)
+        call = self._call = self._open(channel)
         writer = asyncio.create_task(self._write(call))
         try:
             async for response in call:
                 self._on_response(response)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # The call was cancelled, not this task: we hung up.
         finally:
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await writer
+            self._call = None
             call.cancel()
+            writer.cancel()
+            # Unlike `suppress(CancelledError): await writer` this never swallows a cancellation of our own.
+            await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -35,10 +35,16 @@ class DraftLane:
         # Committed tokens the worker was told of, over the connection of that epoch.
         self._num_told = 0
         self._epoch = link.epoch
+        self._given_up = False
 
     @property
     def num_told(self) -> int:
         return self._num_told if self._epoch == self._link.epoch else 0
+
+    @property
+    def available(self) -> bool:
+        """Whether the drafter is there, and has not let this sequence wait too long once already."""
+        return self._link.connected and not self._given_up
 
     def prefill(self, token_ids: Sequence[int], traceparent: str) -> None:
         """Has the drafter compute the prompt's KV while the target does."""
@@ -50,9 +56,10 @@ class DraftLane:
     ) -> worker_pb2.Proposal | None:
         """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or None."""
         for _ in range(2):  # the second time with all tokens, if the drafter had forgotten the sequence
-            if not self._link.connected:
+            if not self.available:
                 return None
-            answer = self._link.expect(self._sequence_id)
+            num_responses = self._link.num_responses
+            answer = self._link.expect(self._sequence_id, len(token_ids))
             self._tell(token_ids, num_draft_tokens, traceparent)
             try:
                 async with asyncio.timeout(_PROPOSAL_TIMEOUT_SECONDS):
@@ -60,14 +67,20 @@ class DraftLane:
             except TimeoutError:
                 logger.warning("no proposal in %g s", _PROPOSAL_TIMEOUT_SECONDS, extra={"address": self._link.address})
                 self.release()
+                self._given_up = True
+                if self._link.num_responses == num_responses:
+                    # No sequence got an answer meanwhile: the worker hangs.
+                    self._link.hang_up()
                 return None
             finally:
-                self._link.forget(self._sequence_id)
-            if result is None or result.status == draft_pb2.DRAFT_STATUS_EXHAUSTED:
+                self._link.forget(self._sequence_id, len(token_ids))
+            if result is None:
                 return None
             if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
                 return result.proposal
             self._num_told = 0
+            if result.status == draft_pb2.DRAFT_STATUS_EXHAUSTED:
+                return None
         return None
 
     def release(self) -> None:
@@ -93,26 +106,28 @@ class DraftLane:
 
 
 class DraftLink(WorkerConnection[draft_pb2.DraftRequest, draft_pb2.DraftResponse]):
-    """The draft worker as the router sees it."""
+    """The draft worker as the router sees it. `num_responses` counts the messages that came from it."""
 
     def __init__(
         self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
     ) -> None:
         super().__init__(address, check, changed)
-        self._answers: dict[int, asyncio.Future[draft_pb2.DraftResult | None]] = {}
+        self.num_responses = 0
+        # By sequence and position: an answer that comes too late must not pass for the next one.
+        self._answers: dict[tuple[int, int], asyncio.Future[draft_pb2.DraftResult | None]] = {}
         self._sequence_ids = itertools.count(1)
 
     def new_sequence_id(self) -> int:
         return next(self._sequence_ids)
 
-    def expect(self, sequence_id: int) -> asyncio.Future[draft_pb2.DraftResult | None]:
-        """The sequence's next result; None if the connection is lost."""
+    def expect(self, sequence_id: int, position: int) -> asyncio.Future[draft_pb2.DraftResult | None]:
+        """The sequence's result behind that many committed tokens; None if the connection is lost."""
         answer: asyncio.Future[draft_pb2.DraftResult | None] = asyncio.get_running_loop().create_future()
-        self._answers[sequence_id] = answer
+        self._answers[sequence_id, position] = answer
         return answer
 
-    def forget(self, sequence_id: int) -> None:
-        self._answers.pop(sequence_id, None)
+    def forget(self, sequence_id: int, position: int) -> None:
+        self._answers.pop((sequence_id, position), None)
 
     def release(self, sequence_id: int) -> None:
         if self.connected:
@@ -129,10 +144,11 @@ class DraftLink(WorkerConnection[draft_pb2.DraftRequest, draft_pb2.DraftResponse
         return draft_pb2_grpc.DrafterStub(channel).Serve()
 
     def _on_response(self, response: draft_pb2.DraftResponse) -> None:
+        self.num_responses += 1
         if response.HasField("stats"):
             self.costs.observe(response.stats.num_tokens, response.stats.seconds)
         for result in response.results:
-            answer = self._answers.get(result.sequence_id)
+            answer = self._answers.get((result.sequence_id, result.position))
             if answer is not None and not answer.done():
                 answer.set_result(result)
 

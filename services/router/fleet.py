@@ -101,11 +101,10 @@ class Fleet:
             root = root_hash(model.fingerprint, cache_salt)
             hashes = hash_blocks(token_ids[: num_blocks * model.block_size], model.block_size, root)
             hits = await self._index.lookup(hashes, [link.info.instance_id for link in usable if link.info is not None])
-        chosen = choose([link.load() for link in usable], num_blocks, hits)
-        for link in usable:
-            if link.info is not None and link.info.instance_id == chosen:
-                return link, hits.get(chosen, 0)
-        raise Unavailable("the target worker that was chosen has just been lost")
+        # Looked at again: workers may have come and gone during the lookup.
+        loads = {link: link.load() for link in self.targets if link.usable}
+        chosen = choose(list(loads.values()), num_blocks, hits)
+        return next((link, hits.get(chosen, 0)) for link, load in loads.items() if load.instance_id == chosen)
 
     def gamma(self, target: TargetLink) -> GammaController | None:
         """The controller of this target worker and the drafter; None while there is no drafter."""

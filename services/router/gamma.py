@@ -37,22 +37,26 @@ class StepCosts:
         self._seconds = [seconds for _, seconds in measured]
 
     def seconds(self, num_tokens: float) -> float:
-        above = bisect.bisect_left(self._sizes, num_tokens)
-        if above == 0:
-            return self._seconds[0]
-        if above == len(self._sizes):
-            # Steps this large are bound by arithmetic.
-            return self._seconds[-1] * num_tokens / self._sizes[-1]
-        low, high = self._sizes[above - 1], self._sizes[above]
-        share = (num_tokens - low) / (high - low)
-        return self._seconds[above - 1] * (1 - share) + self._seconds[above] * share
+        # Beyond the largest size steps are bound by arithmetic.
+        scale = max(1.0, num_tokens / self._sizes[-1])
+        return scale * sum(self._seconds[index] * share for index, share in self._shares(num_tokens))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of that many tokens took that long: moves the measurements around it."""
-        ratio = 1 + _WEIGHT * (seconds / self.seconds(num_tokens) - 1)
+        error = seconds / self.seconds(num_tokens) - 1
+        for index, share in self._shares(num_tokens):
+            self._seconds[index] *= 1 + _WEIGHT * share * error
+
+    def _shares(self, num_tokens: float) -> list[tuple[int, float]]:
+        """The measurements around a size, by index, and how much each has a say in it."""
         above = bisect.bisect_left(self._sizes, num_tokens)
-        for index in {max(0, above - 1), min(above, len(self._sizes) - 1)}:
-            self._seconds[index] *= ratio
+        if above == 0:
+            return [(0, 1.0)]
+        if above == len(self._sizes):
+            return [(above - 1, 1.0)]
+        low, high = self._sizes[above - 1], self._sizes[above]
+        share = (num_tokens - low) / (high - low)
+        return [(above - 1, 1 - share), (above, share)]
 
 
 class Acceptance:

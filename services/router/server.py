@@ -168,7 +168,7 @@ async def serve(settings: RouterSettings) -> None:
     telemetry = configure("outrider-router", settings.otlp_endpoint)
     tokenizer = await asyncio.to_thread(TextTokenizer.load, settings.tokenizer)
     secret = settings.cache_secret.get_secret_value().encode() if settings.cache_secret else secrets.token_bytes(32)
-    tenants = Tenants({key: tenant.get_secret_value() for key, tenant in settings.api_keys.items()}, secret)
+    tenants = Tenants({key.get_secret_value(): tenant for tenant, key in settings.api_keys.items()}, secret)
     fleet = Fleet(
         settings.targets,
         settings.draft,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 from opentelemetry import trace
 from outrider.v1 import inference_pb2, target_pb2
@@ -18,7 +17,7 @@ from services.router.request import GenerateOptions
 from services.router.target_link import LaneResult, TargetLane, WorkerLost
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
-from shared.rpc.errors import Internal, OutriderError, Unavailable
+from shared.rpc.errors import Internal, Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
     NUM_ACCEPTED,
@@ -66,21 +65,19 @@ class Session:
     async def run(self, write: Write) -> None:
         """Generates all sequences. Raises Unavailable or Internal when workers fail for good."""
         lanes = await self.prefill(self.options.prompt_ids, self.options.params)
-        sequences = [
-            SequenceSession(
-                self, params, lane, Detokenizer(self._tokenizer, self.options.stop_strings, self.options.prompt_ids)
-            )
-            for params, lane in zip(self.options.params, lanes, strict=True)
-        ]
-        tasks = [asyncio.create_task(sequence.run(self._writer(write))) for sequence in sequences]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for params, lane in zip(self.options.params, lanes, strict=True):
+                sequence = SequenceSession(self, params, lane, self._detokenizer())
+                tasks.append(asyncio.create_task(sequence.run(self._writer(write))))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            for task in tasks:
-                with suppress(asyncio.CancelledError, OutriderError):
-                    await task
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # A task cancelled before its first step has released nothing.
+            for lane in lanes:
+                lane.release()
 
     async def prefill(self, token_ids: Sequence[int], params: Sequence[SamplingParams]) -> list[TargetLane]:
         """Places these tokens on a target worker, a lane for each of `params`."""
@@ -135,6 +132,10 @@ class SequenceSession:
         self._detokenizer = detokenizer
         self._token_ids = list(session.options.prompt_ids)
         self._num_rounds = 0
+        # Draft tokens that γ's controller wants in the next round, until it begins.
+        self._wanted = 0
+        # Draft tokens of the latest round that were not kept.
+        self._rejected: list[int] = []
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         gamma = session.fleet.gamma(lane.link)
         self._acceptance = Acceptance(None if gamma is None else gamma.acceptance)
@@ -148,7 +149,7 @@ class SequenceSession:
                 try:
                     entry = await self._lane.next()
                     while True:
-                        _check(entry.result)
+                        _check(entry.result, len(self._token_ids))
                         num_failures = 0
                         await write(self._take(entry.result))
                         if self._finish_reason:
@@ -175,26 +176,29 @@ class SequenceSession:
         """The result of a round, or in plain decoding simply the next one."""
         lane = self._lane
         num_draft_tokens = self._num_draft_tokens() if lane.num_steps < _REFILL_BELOW else 0
+        # A worker running ahead began this step when it ended the last, however late we come to look.
+        load, began = lane.link.num_lanes, last.received if lane.num_steps > 0 else time.monotonic()
         if num_draft_tokens > 0 and lane.num_steps == 0:
             return await self._round(num_draft_tokens)
         if num_draft_tokens == 0 and lane.num_steps < _REFILL_BELOW:
             lane.verify(len(self._token_ids), None, _GRANTED_STEPS, current_traceparent())
-        load, began = lane.link.num_lanes, time.monotonic()
         entry = await lane.next()
         gamma = self._session.fleet.gamma(lane.link)
         # Steps that also prefilled say nothing about decoding.
-        if gamma is not None and last.result.num_draft_tokens == 0 and entry.stats.num_tokens <= 2 * load:
-            gamma.observe_plain(load, time.monotonic() - began)
+        if gamma is not None and last.result.num_draft_tokens == 0 and 0 < entry.stats.num_tokens <= 2 * load:
+            gamma.observe_plain(load, entry.received - began)
         return entry
 
     async def _round(self, num_draft_tokens: int) -> LaneResult:
         """Draft, verify: one span, with the workers' spans as its children."""
         assert self._draft is not None
         lane, load, began = self._lane, self._lane.link.num_lanes, time.monotonic()
+        self._wanted = 0
         with self._session.telemetry.span("round") as span:
             parent = traceparent(span)
             proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent)
-            lane.verify(len(self._token_ids), proposal, 1, parent)
+            # Without a proposal it decodes plainly for a while before the drafter is asked again.
+            lane.verify(len(self._token_ids), proposal, _GRANTED_STEPS if proposal is None else 1, parent)
             entry = await lane.next()
             self._num_rounds += 1
             span.set_attributes(
@@ -212,18 +216,21 @@ class SequenceSession:
             self._rejected = list(proposal.token_ids)[entry.result.num_accepted :] if proposal is not None else []
             gamma = self._session.fleet.gamma(lane.link)
             if gamma is not None and entry.stats.num_tokens <= 2 * load * (drafted + 1):
-                gamma.observe_round(load, drafted, time.monotonic() - began)
+                gamma.observe_round(load, drafted, entry.received - began)
         return entry
 
     def _num_draft_tokens(self) -> int:
         """Draft tokens for the next round: as fixed by the request, else as pays; never past max_tokens."""
         gamma = self._session.fleet.gamma(self._lane.link)
-        if self._draft is None or gamma is None:
+        if self._draft is None or not self._draft.available or gamma is None:
             return 0
         wanted = self._options.num_draft_tokens
         if wanted is None:
-            unseen = len(self._token_ids) - self._draft.num_told
-            wanted = gamma.choose(self._acceptance.rate, self._lane.link.num_lanes, unseen)
+            # Kept until the round begins, which waits for the steps granted before: a probe is offered only once.
+            if self._wanted == 0:
+                unseen = len(self._token_ids) - self._draft.num_told
+                self._wanted = gamma.choose(self._acceptance.rate, self._lane.link.num_lanes, unseen)
+            wanted = self._wanted
         num_output_tokens = len(self._token_ids) - len(self._options.prompt_ids)
         return min(wanted, self._params.max_tokens - num_output_tokens - 1)
 
@@ -274,12 +281,14 @@ class SequenceSession:
             chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)
 
 
-def _check(result: target_pb2.StepResult) -> None:
+def _check(result: target_pb2.StepResult, num_committed: int) -> None:
     """Raises WorkerLost for a result that calls for another prefill, Internal for one that none would help."""
     if result.status == target_pb2.STEP_STATUS_TOO_LARGE:
         raise Internal("a target worker has fewer KV blocks than it said")
     if result.status in (target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE, target_pb2.STEP_STATUS_FAILED):
         raise WorkerLost(target_pb2.StepStatus.Name(result.status))
+    if result.position != num_committed:
+        raise WorkerLost(f"a result at position {result.position} where {num_committed} was next")
 
 
 def current_traceparent() -> str:

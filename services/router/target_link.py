@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,10 +23,11 @@ class WorkerLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaneResult:
-    """A sequence's result, and what the step it came from cost the worker."""
+    """A sequence's result, what the step it came from cost the worker, and when it came (`time.monotonic`)."""
 
     result: target_pb2.StepResult
     stats: worker_pb2.StepStats
+    received: float
 
 
 @dataclass(eq=False)
@@ -144,10 +146,11 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
         if response.HasField("stats"):
             self._stats = response.stats
             self.costs.observe(response.stats.num_tokens, response.stats.seconds)
+        now = time.monotonic()
         for result in response.results:
             lane = self._lanes.get(result.sequence_id)
             if lane is not None:
-                lane._receive(LaneResult(result, response.stats))
+                lane._receive(LaneResult(result, response.stats, now))
                 if result.status != target_pb2.STEP_STATUS_RUNNING:
                     del self._lanes[result.sequence_id]
 

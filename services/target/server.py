@@ -57,23 +57,25 @@ class TargetServicer(
     def _on_request(self, stream: Stream, request: target_pb2.TargetRequest) -> None:
         for sequence_id in request.releases:
             self._on_release(stream, sequence_id)
-        refused = [self._on_prefill(stream, prefill) for prefill in request.prefills]
-        refused += [self._on_verify(stream, verification) for verification in request.verifies]
-        results = [result for result in refused if result is not None]
+        results = [result for prefill in request.prefills for result in self._on_prefill(stream, prefill)]
+        refused = [self._on_verify(stream, verification) for verification in request.verifies]
+        results += [result for result in refused if result is not None]
         if results:
             stream.send(target_pb2.TargetResponse(results=results))
 
-    def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> target_pb2.StepResult | None:
-        """Begins a sequence; a result only if that cannot be."""
+    def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> list[target_pb2.StepResult]:
+        """Begins a sequence and its forks; if that cannot be, a result for each of them."""
+        sequence_ids = [prefill.sequence_id, *(fork.sequence_id for fork in prefill.forks)]
         params = params_from_proto(prefill.params)
         num_output_tokens = len(prefill.token_ids) - prefill.num_prompt_tokens
         if len(prefill.token_ids) + params.max_tokens - num_output_tokens > self.engine.max_context:
-            return _refusal(prefill.sequence_id, target_pb2.STEP_STATUS_TOO_LARGE)
+            return [_refusal(id, target_pb2.STEP_STATUS_TOO_LARGE) for id in sequence_ids]
         if self._draining:
-            return _refusal(prefill.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
+            return [_refusal(id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE) for id in sequence_ids]
         root = root_hash(self.engine.fingerprint, prefill.cache_salt)
 
         def begin(sequence_id: int, sequence_index: int) -> Sequence:
+            self._on_release(stream, sequence_id)
             prefill.params.sequence_index = sequence_index
             sequence = Sequence(
                 prefill.token_ids,
@@ -88,7 +90,7 @@ class TargetServicer(
         sequence = begin(prefill.sequence_id, params.sequence_index)
         sequence.forks = [begin(fork.sequence_id, fork.sequence_index) for fork in prefill.forks]
         self.engine.scheduler.add(sequence)
-        return None
+        return []
 
     def _on_verify(self, stream: Stream, verification: target_pb2.Verify) -> target_pb2.StepResult | None:
         """Lets a sequence go on; a result only if it is not here, or not where the router thinks it is."""
@@ -97,8 +99,8 @@ class TargetServicer(
         if lane is not None:
             position = len(lane.sequence.token_ids)
             in_step = position == verification.position if proposal else position >= verification.position
-            if in_step and self._is_sound(proposal, lane.sequence):
-                if proposal:
+            if in_step:
+                if self._is_sound(proposal, lane.sequence):
                     lane.sequence.proposal = proposal
                 lane.sequence.num_steps += verification.num_steps
                 lane.traceparent = verification.traceparent
@@ -107,13 +109,15 @@ class TargetServicer(
         return _refusal(verification.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
 
     def _is_sound(self, proposal: Proposal, sequence: Sequence) -> bool:
-        """Whether a proposal can be verified: a malformed one must not spoil the step of all others."""
+        """Whether a proposal can be verified. A malformed one must not spoil the step of all others: its own
+        sequence decodes plainly."""
         try:
             check_proposal(proposal, sequence.params)
         except ValueError as error:
             logger.error("malformed proposal", extra={"reason": str(error)})
             return False
-        return len(sequence.token_ids) + len(proposal) <= self.engine.max_context
+        room = min(self.engine.max_context - len(sequence.token_ids), self.engine.scheduler.max_batch_tokens - 1)
+        return len(proposal) <= room
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         results: defaultdict[Stream, list[target_pb2.StepResult]] = defaultdict(list)

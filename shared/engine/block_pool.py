@@ -123,7 +123,9 @@ class BlockPool:
         unowned = sorted([*self._free, *self._cached])
         assert unowned == [block for block, count in enumerate(owners) if count == 0], "a block is lost or listed twice"
         assert all(self._hashes[block] is not None for block in self._cached), "a cached block has no hash"
-        assert all(self._hashes[block] == key for key, block in self._block_of.items()), "a hash names another block"
+        assert all(self._hashes[block] is None for block in self._free), "a free block has a hash"
+        named = {key: block for block, key in enumerate(self._hashes) if key is not None}
+        assert named == self._block_of, "a hash names another block"
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -60,24 +60,27 @@ class Engine:
         self.block_size = settings.block_size
         self.fingerprint = model.fingerprint(settings.block_size)
         num_blocks = settings.num_blocks or _blocks_that_fit(model, settings)
+        try:
+            pool = KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)
+        except RuntimeError as error:
+            raise StartupError(
+                f"{num_blocks} KV blocks cannot be had on {model.device}: lower num_blocks or kv_cache_gib"
+            ) from error
         self.blocks = BlockPool(num_blocks)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
         self.max_context = min(
             model.max_context, settings.max_context or model.max_context, num_blocks * self.block_size
         )
         self._sample = sample
-        self._runner = ModelRunner(
-            model, KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)
-        )
+        self._runner = ModelRunner(model, pool)
         self.step_costs: list[tuple[int, float]] = []
 
     def warm_up(self) -> None:
-        """Admits the model by its self-test, lays its weights out, and measures what steps cost.
+        """Admits the model by its self-test, which lays its weights out, and measures what steps cost.
 
         Raises StartupError if the model cannot be served.
         """
         self_test(self.model, self._runner)
-        self.model.pack()
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
     def step(self) -> StepOutcome | None:

@@ -63,7 +63,11 @@ class KVPool:
         return blocks * (self.shape.num_layers * 2)
 
     def write(self, layer: int, first_slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `[T, num_kv_heads, key/value_head_dim]` at the slots of T tokens."""
+        """Stores `[T, num_kv_heads, key/value_head_dim]` at the slots of T tokens.
+
+        Not-a-numbers become 0: blocks are reused, and masked positions read, where a NaN would spread.
+        """
+        key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         slots = first_slots + layer * 2 * self.block_size
         tokens = self._tokens
         if key.shape[-1] == value.shape[-1] == self.shape.head_dim:

@@ -39,7 +39,7 @@ class _PackedGroup:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             if len(self._sizes) == 1:
                 return product
-            self._input, self._outputs = x, dict(enumerate(product.split(self._sizes, dim=-1)))
+            self._input, self._outputs = x, dict(enumerate(torch.split(product, self._sizes, dim=-1)))
         output = self._outputs.pop(member)
         if not self._outputs:
             self._input = None

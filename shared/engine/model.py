@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
@@ -52,14 +52,17 @@ class CausalLM:
         if (folder.is_absolute() or source.startswith(".")) and not (folder / "config.json").is_file():
             raise StartupError(f"model folder {source} has no config.json")
         try:
-            config = AutoConfig.from_pretrained(source)
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype="auto" if dtype == "auto" else getattr(torch, dtype)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype="auto" if dtype == "auto" else getattr(torch, dtype), output_loading_info=True
             )
+            model, loading = loaded
+            if missing := sorted(loading["missing_keys"]):
+                raise ValueError(f"its checkpoint lacks {len(missing)} weights, the first of them {missing[0]}")
+            model = model.to(chosen)
         except Exception as error:
             # transformers, safetensors and the hub client share no exception class.
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
-        return cls(model.to(chosen), folder.name if folder.is_dir() else source)  # type: ignore[arg-type]
+        return cls(model, folder.name if folder.is_dir() else source)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, position_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:

@@ -50,8 +50,10 @@ class ModelRunner:
         with torch.inference_mode():
             batch = AttentionBatch.build(self.pool, starts, lengths, block_tables)
             positions = [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)]
+            # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
+            # but must not break the step they are verified in.
             return self.model.forward(
-                torch.tensor(tokens, device=device),
+                torch.tensor(tokens, device=device).clamp_(max=self.model.vocab_size - 1),
                 torch.tensor(positions, device=device),
                 batch,
                 torch.tensor(rows, dtype=torch.long, device=device),

@@ -56,7 +56,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, block_size: int, max_batch_tokens: int, max_sequences: int) -> None:
         self.pool = pool
         self.block_size = block_size
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._running: dict[Sequence, None] = {}  # hold blocks
         self._waiting: dict[Sequence, None] = {}  # hold none, oldest first
@@ -72,9 +72,6 @@ class Scheduler:
 
     def sequences(self) -> Iterable[Sequence]:
         return chain(self._running, self._waiting)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._running or sequence in self._waiting
 
     def add(self, sequence: Sequence) -> None:
         """Takes in a sequence with its forks; each gets its blocks when a step has room for it."""
@@ -102,7 +99,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no sequence has anything to compute."""
         plan = StepPlan()
-        budget = self._max_batch_tokens
+        budget = self.max_batch_tokens
         ready = [sequence for sequence in self._running if sequence.num_pending_tokens > 0]
         # Verifications and decodes first: they are what a client is waiting to read.
         ready.sort(key=lambda sequence: sequence.num_pending_tokens > sequence.num_rows)
@@ -113,7 +110,7 @@ class Scheduler:
             if budget <= 0 or len(self._running) >= self._max_sequences:
                 break
             if sequence.num_pending_tokens > 0:
-                if not self._admit(sequence):
+                if not self._admit(sequence) and not (self._preempt_idle_drafts(plan) and self._admit(sequence)):
                     break
                 budget -= self._schedule_running(sequence, budget, plan)
         return plan if plan.scheduled else None
@@ -134,7 +131,7 @@ class Scheduler:
             self._drop_surplus_blocks(sequence)
             if sequence.finish is not None:
                 self.remove(sequence)
-            elif sequence.forks and sequence.num_computed_tokens == len(sequence.token_ids) - 1:
+            else:
                 self._split_forks(sequence)
         return gained
 
@@ -198,6 +195,7 @@ class Scheduler:
         sequence.block_table = prefix
         sequence.num_computed_tokens = sequence.num_cached_tokens = len(prefix) * self.block_size
         sequence.num_registered_blocks = len(prefix)
+        self._split_forks(sequence)  # of one token, or all in cache: nothing is left to compute together
         return True
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> int:
@@ -215,14 +213,30 @@ class Scheduler:
         self._waiting = dict.fromkeys(waiting)
         return returned
 
+    def _preempt_idle_drafts(self, plan: StepPlan) -> bool:
+        """Takes the blocks of drafting sequences that nobody waits for, which may stay idle for long (γ = 0).
+
+        A target's sequences are idle for moments only: they keep theirs. Returns whether there were any.
+        """
+        idle = [sequence for sequence in self._running if sequence.drafting and sequence.num_pending_tokens == 0]
+        for sequence in idle:
+            self._preempt(sequence, plan)
+        return bool(idle)
+
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
     def _split_forks(self, sequence: Sequence) -> None:
-        """Lets each fork share the blocks computed so far; whoever writes to a shared one copies it first."""
+        """Once all but the last token is computed, lets each fork share the blocks; whoever writes to a shared
+        one copies it first. Forks that there are too many of for now wait, and find full blocks in the cache."""
+        if sequence.num_computed_tokens < len(sequence.token_ids) - 1:
+            return
         for fork in sequence.forks:
+            if len(self._running) >= self._max_sequences:
+                self.add(fork)
+                continue
             self.pool.acquire(sequence.block_table)
             fork.block_table = list(sequence.block_table)
             fork.block_hashes = list(sequence.block_hashes)

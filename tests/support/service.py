@@ -57,7 +57,7 @@ async def running_stack(
 
 
 @asynccontextmanager
-async def inference(stack: Stack) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+async def inference(stack: Stack) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
     """A client of the stack's router, over a connection of its own."""
     async with connect(stack.router_address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
@@ -99,7 +99,7 @@ async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk:
 
 
 async def generate(
-    stub: inference_pb2_grpc.InferenceStub,
+    stub: inference_pb2_grpc.InferenceAsyncStub,
     prompt: str | Sequence[int],
     *,
     gamma: int | None = None,

@@ -1,0 +1,1 @@
+"""The demo pair's checkpoints and their trainer, which imports torch and transformers only."""

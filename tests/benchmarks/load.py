@@ -1,0 +1,119 @@
+"""Load: streams that start together, and what the service makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from outrider.v1 import inference_pb2, inference_pb2_grpc
+
+from services.cli.speculation_view import acceptance_rate
+from tests.benchmarks.errors import BenchmarkError
+from tests.support.service import generate
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """One stream: seconds from sending its request to its first token, and what the service says it used."""
+
+    ttft_seconds: float
+    usage: inference_pb2.Usage
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Streams that ran together: `seconds` from the first request sent to the last token received.
+
+    Token counts are sums over the streams. `rounds` counts target steps that verified draft tokens;
+    `acceptance_rate` is α, None if nothing was drafted.
+    """
+
+    streams: int
+    speculation: bool
+    seconds: float
+    ttft_seconds: tuple[float, ...]
+    output_tokens: int
+    cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    rounds: int
+    acceptance_rate: float | None
+
+
+async def run_load(
+    stub: inference_pb2_grpc.InferenceStub, prompts: Sequence[list[int]], num_tokens: int, *, speculation: bool
+) -> LoadResult:
+    """One stream of `num_tokens` greedy output tokens for each prompt, all started at once.
+
+    Raises BenchmarkError if a stream fails or is short; the others end with it.
+    """
+    streams = [run_stream(stub, prompt, num_tokens, speculation=speculation) for prompt in prompts]
+    start = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream) for stream in streams]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # one says it all
+    seconds = time.perf_counter() - start
+    results = [task.result() for task in tasks]
+    usage = _total([result.usage for result in results])
+    return LoadResult(
+        streams=len(prompts),
+        speculation=speculation,
+        seconds=seconds,
+        ttft_seconds=tuple(result.ttft_seconds for result in results),
+        output_tokens=usage.output_tokens,
+        cached_tokens=usage.cached_tokens,
+        draft_tokens=usage.draft_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        rounds=usage.rounds,
+        acceptance_rate=acceptance_rate(usage),
+    )
+
+
+async def run_stream(
+    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], num_tokens: int, *, speculation: bool
+) -> StreamResult:
+    """One stream, past any end of text. Raises as `run_load` does."""
+    ttft_seconds: float | None = None
+
+    def note_first_token(chunk: inference_pb2.GenerateResponse) -> None:
+        nonlocal ttft_seconds
+        if ttft_seconds is None and chunk.token_ids:
+            ttft_seconds = time.perf_counter() - start
+
+    start = time.perf_counter()
+    try:
+        generated = await generate(
+            stub,
+            prompt,
+            on_chunk=note_first_token,
+            max_tokens=num_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            speculation=inference_pb2.Speculation(enabled=speculation),
+        )
+    except grpc.aio.AioRpcError as error:
+        raise BenchmarkError(f"a stream failed with {error.code().name}: {error.details()}") from error
+    if ttft_seconds is None or len(generated.token_ids) != num_tokens:
+        raise BenchmarkError(f"a stream brought {len(generated.token_ids)} tokens where {num_tokens} were asked for")
+    return StreamResult(ttft_seconds, generated.usage)
+
+
+def _total(usages: Sequence[inference_pb2.Usage]) -> inference_pb2.Usage:
+    total = inference_pb2.Usage()
+    for usage in usages:
+        total.output_tokens += usage.output_tokens
+        total.cached_tokens += usage.cached_tokens
+        total.draft_tokens += usage.draft_tokens
+        total.accepted_tokens += usage.accepted_tokens
+        total.rounds += usage.rounds
+        while len(total.acceptance_by_position) < len(usage.acceptance_by_position):
+            total.acceptance_by_position.add()
+        for summed, position in zip(total.acceptance_by_position, usage.acceptance_by_position, strict=False):
+            summed.drafted += position.drafted
+            summed.accepted += position.accepted
+    return total

@@ -1,0 +1,126 @@
+"""What a collector sees of a request: one connected trace through router, drafter and target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from services.cli.stack import Stack
+from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.support.service import collect, inference, request, running_stack, wait_until_idle
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CLIENT_SPAN = "00f067aa0ba902b7"
+METHOD = "outrider.v1.Inference/Generate"
+EXPORT_SECONDS = 60.0
+ERROR = 2
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with otlp_receiver() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(receiver: OtlpReceiver) -> AsyncIterator[Stack]:
+    names = {"router": "ROUTER", "draft": "DRAFT", "target-0": "TARGET"}
+    environment = {
+        name: {f"OUTRIDER_{service}_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        for name, service in names.items()
+    }
+    async with running_stack(environment) as running:
+        yield running
+
+
+def metadata(trace_id: str) -> tuple[tuple[str, str], ...]:
+    """The W3C context of a client that traces."""
+    return (("traceparent", f"00-{trace_id}-{CLIENT_SPAN}-01"),)
+
+
+def of_trace(receiver: OtlpReceiver, trace_id: str) -> list[ReceivedSpan]:
+    return [span for span in receiver.spans if span.trace_id == trace_id]
+
+
+def children(spans: list[ReceivedSpan], parent: ReceivedSpan) -> list[str]:
+    return sorted(f"{span.service}: {span.name}" for span in spans if span.parent_id == parent.span_id)
+
+
+def check_connected(spans: list[ReceivedSpan]) -> ReceivedSpan:
+    """One tree under the client's span, each span within a known one; returns the router's."""
+    [root] = [span for span in spans if span.parent_id == CLIENT_SPAN]
+    assert (root.service, root.name) == ("outrider-router", METHOD)
+    ids = {span.span_id for span in spans}
+    assert len(ids) == len(spans)
+    assert [span.name for span in spans if span is not root and span.parent_id not in ids] == []
+    assert all(0 < span.start_ns <= span.end_ns for span in spans)
+    return root
+
+
+async def test_one_connected_trace_for_a_request(stack: Stack, receiver: OtlpReceiver) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    async with inference(stack) as stub:
+        made = request("def f(x):\n", gamma=3, max_tokens=24, temperature=0, ignore_eos=True)
+        answer = await collect(stub.Generate(made, metadata=metadata(trace_id)))
+    num_rounds = answer.usage.rounds
+    assert num_rounds > 1
+
+    def complete(seen: OtlpReceiver) -> bool:
+        names = [span.name for span in of_trace(seen, trace_id)]
+        rounds = all(names.count(name) >= num_rounds for name in ("round", "draft", "verify"))
+        return rounds and "prefill" in names and METHOD in names
+
+    await asyncio.to_thread(receiver.wait_for, complete, EXPORT_SECONDS)
+    spans = of_trace(receiver, trace_id)
+    root = check_connected(spans)
+    assert root.attributes["rpc.response.status_code"] == "OK"
+    assert children(spans, root) == ["outrider-router: generate", "outrider-router: tokenize"]
+    [generate] = [span for span in spans if span.name == "generate"]
+    assert generate.attributes["gen_ai.usage.output_tokens"] == 24
+    of_generate = children(spans, generate)
+    assert of_generate.count("outrider-router: place") == of_generate.count("outrider-target: prefill") == 1
+
+    rounds = sorted((span for span in spans if span.name == "round"), key=lambda span: span.start_ns)
+    assert [span.attributes["outrider.round"] for span in rounds] == list(range(1, len(rounds) + 1))
+    verified = [span for span in rounds if span.attributes["outrider.num_draft_tokens"]]
+    assert len(verified) == num_rounds
+    for span in verified:
+        assert children(spans, span) == ["outrider-draft: draft", "outrider-target: verify"]
+    assert sum(int(str(span.attributes["outrider.num_accepted"])) for span in verified) == answer.usage.accepted_tokens
+
+
+async def test_the_trace_of_a_cancelled_stream_arrives_ended(stack: Stack, receiver: OtlpReceiver) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    async with inference(stack) as stub:
+        made = request("def f(x):\n", gamma=3, max_tokens=1000, temperature=0, ignore_eos=True)
+        call = stub.Generate(made, metadata=metadata(trace_id))
+        num_chunks = 0
+        async for _ in call:
+            num_chunks += 1
+            if num_chunks == 5:
+                break
+        call.cancel()
+        assert await call.code() is grpc.StatusCode.CANCELLED
+    await wait_until_idle(stack)
+
+    def ended(seen: OtlpReceiver) -> bool:
+        spans = of_trace(seen, trace_id)
+        known = {span.span_id for span in spans} | {CLIENT_SPAN}
+        services = {span.service for span in spans}
+        return METHOD in {span.name for span in spans} and len(services) == 3 and known >= {s.parent_id for s in spans}
+
+    await asyncio.to_thread(receiver.wait_for, ended, EXPORT_SECONDS)
+    spans = of_trace(receiver, trace_id)
+    root = check_connected(spans)
+    [generate] = [span for span in spans if span.name == "generate"]
+    for span in (root, generate):
+        assert span.attributes["outrider.cancelled"] is True
+        assert span.events == ("cancelled",)
+        assert (span.status, span.status_message) == (ERROR, "cancelled")
+    assert root.attributes["rpc.response.status_code"] == "CANCELLED"
+    assert {span.service for span in spans} == {"outrider-router", "outrider-draft", "outrider-target"}

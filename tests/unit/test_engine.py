@@ -1,0 +1,407 @@
+"""A tiny random Llama in the engine against transformers' own greedy generation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from services.target.settings import TargetSettings
+from services.target.verifier import verify
+from shared.engine.engine import Engine, StepOutcome
+from shared.engine.model import CausalLM
+from shared.engine.sequence import Finish, Sequence
+from shared.prefix.block_hash import root_hash
+from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import Proposal
+from shared.sampling.rows import SampleRows
+from shared.sampling.sampled import SampledTokens
+from shared.settings import StartupError
+from tests.support.models import tiny_llama
+
+VOCAB_SIZE = 257
+NUM_TOKENS = 40
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> CausalLM:
+    return CausalLM.load(str(folder), "cpu", "float32")
+
+
+def random_prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(1, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def generated(folder: Path) -> dict[tuple[int, ...], list[int]]:
+    """What transformers generates greedily for each prompt: prompt and output, 40 tokens or up to the end of text."""
+    oracle: Any = LlamaForCausalLM.from_pretrained(folder)
+    texts = {}
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
+        )
+        texts[prompt] = out[0].tolist()
+    return texts
+
+
+def engine_for(model: CausalLM, **fields: Any) -> Engine:
+    return Engine(model, TargetSettings(model="tiny", **{"num_blocks": 200, **fields}), verify)
+
+
+def greedy(engine: Engine, prompt: Tokens[int], *, num_steps: int = 1 << 20, max_tokens: int = NUM_TOKENS) -> Sequence:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=engine.model.eos_token_ids)
+    return Sequence(prompt, len(prompt), params, root_hash(engine.fingerprint, b""), num_steps=num_steps)
+
+
+def drain(engine: Engine) -> list[StepOutcome]:
+    """Steps until nothing is left to do; blocks are conserved all the way."""
+    outcomes = []
+    while (outcome := engine.step()) is not None:
+        engine.scheduler.check()
+        assert outcome.failed == []
+        outcomes.append(outcome)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_batch_tokens": 17},
+        {"block_size": 8, "num_blocks": 19},
+        {"block_size": 64, "num_blocks": 4, "max_batch_tokens": 30},
+        {"max_sequences": 2},
+    ],
+    ids=["roomy", "small chunks", "preemption", "large blocks", "few at once"],
+)
+def test_a_batch_generates_what_transformers_does(
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]], limits: dict[str, int]
+) -> None:
+    engine = engine_for(model, **limits)
+    sequences = [greedy(engine, prompt) for prompt in PROMPTS]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    drain(engine)
+    for sequence, prompt in zip(sequences, PROMPTS, strict=True):
+        assert sequence.token_ids == generated[prompt]
+        assert sequence.finish is not None
+    assert engine.blocks.counts().owned == 0
+
+
+def test_one_by_one_is_as_good_as_together(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:
+    engine = engine_for(model)
+    for prompt in PROMPTS:
+        sequence = greedy(engine, prompt)
+        engine.scheduler.add(sequence)
+        gains = [gain for outcome in drain(engine) for gain in outcome.gains]
+        assert [*prompt, *(token for gain in gains for token in gain.sampled.token_ids)] == generated[prompt]
+
+
+@pytest.mark.parametrize("num_blocks", [200, 19], ids=["roomy", "preemption"])
+@pytest.mark.parametrize("right", [1.0, 0.6, 0.0])
+def test_whatever_is_proposed_the_tokens_are_the_same(
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]], right: float, num_blocks: int
+) -> None:
+    rng = random.Random(1)
+    engine = engine_for(model, num_blocks=num_blocks, block_size=8)
+    sequences = {greedy(engine, prompt, num_steps=1): generated[prompt] for prompt in PROMPTS}
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    num_drafted = num_accepted = 0
+    while any(sequence.finish is None for sequence in sequences):
+        for sequence, text in sequences.items():
+            if sequence.num_steps == 0 and sequence.finish is None:
+                guess = text[len(sequence.token_ids) :][: rng.randint(0, 6)]
+                guess = [t if rng.random() < right else rng.randrange(VOCAB_SIZE) for t in guess]
+                sequence.proposal, sequence.num_steps = Proposal(tuple(guess)), 1
+        outcome = engine.step()
+        engine.scheduler.check()
+        assert outcome is not None
+        assert outcome.failed == []
+        num_drafted += sum(gain.num_draft_tokens for gain in outcome.gains)
+        num_accepted += sum(gain.sampled.num_accepted for gain in outcome.gains)
+    assert [sequence.token_ids for sequence in sequences] == list(sequences.values())
+    assert engine.blocks.counts().owned == 0
+    assert num_drafted > 100
+    if right == 1.0:
+        assert num_accepted == num_drafted
+    else:
+        assert num_accepted < num_drafted
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=LENGTHS)
+def test_a_prefix_hit_changes_nothing_but_the_work(
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]], prompt: tuple[int, ...]
+) -> None:
+    engine = engine_for(model)
+    for _ in range(2):
+        sequence = greedy(engine, prompt)
+        engine.scheduler.add(sequence)
+        outcomes = drain(engine)
+        assert sequence.token_ids == generated[prompt]
+    assert sequence.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    assert outcomes[0].num_tokens == len(prompt) - sequence.num_cached_tokens
+
+
+def test_other_roots_hit_nothing(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:
+    engine = engine_for(model)
+    prompt = PROMPTS[-1]
+    for salt in (b"", b"another tenant"):
+        sequence = greedy(engine, prompt)
+        sequence.root_hash = root_hash(engine.fingerprint, salt)
+        engine.scheduler.add(sequence)
+        drain(engine)
+        assert sequence.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("primed", [False, True], ids=["cold", "prefix in cache"])
+@pytest.mark.parametrize("prompt", [PROMPTS[i] for i in (0, 2, 4, 7)], ids=["1", "15", "17", "100"])
+def test_forks_draw_apart_over_a_shared_prompt(model: CausalLM, prompt: tuple[int, ...], primed: bool) -> None:
+    """Seeded samples: a fork's tokens are those of the same request made alone."""
+    params = [SamplingParams(seed=5, sequence_index=i, max_tokens=20) for i in range(4)]
+
+    def sample(engine: Engine, index: int) -> Sequence:
+        root = root_hash(engine.fingerprint, b"")
+        return Sequence(prompt, len(prompt), params[index], root, num_steps=1 << 20)
+
+    alone = []
+    for i in range(4):
+        engine = engine_for(model)
+        sequence = sample(engine, i)
+        engine.scheduler.add(sequence)
+        drain(engine)
+        alone.append(sequence.token_ids)
+    engine = engine_for(model)
+    if primed:
+        engine.scheduler.add(greedy(engine, prompt, max_tokens=1))
+        drain(engine)
+    family = [sample(engine, i) for i in range(4)]
+    family[0].forks = family[1:]
+    engine.scheduler.add(family[0])
+    drain(engine)
+    assert [member.token_ids for member in family] == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    assert engine.blocks.counts().owned == 0
+
+
+def test_a_step_tells_what_it_did(model: CausalLM) -> None:
+    engine = engine_for(model)
+    for prompt in PROMPTS[:3]:
+        engine.scheduler.add(greedy(engine, prompt, num_steps=1))
+    outcome = engine.step()
+    assert outcome is not None
+    assert (outcome.num_sequences, outcome.num_tokens) == (3, 1 + 2 + 15)
+    assert outcome.seconds > 0
+    assert [len(gain.sampled.token_ids) for gain in outcome.gains] == [1, 1, 1]
+    assert engine.step() is None
+
+
+def test_a_stop_token_ends_a_sequence(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:
+    engine = engine_for(model)
+    prompt = PROMPTS[2]
+    output = generated[prompt][len(prompt) :]
+    stop = output[7]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, stop_token_ids=frozenset({stop}))
+    sequence = Sequence(prompt, len(prompt), params, root_hash(engine.fingerprint, b""), num_steps=1 << 20)
+    engine.scheduler.add(sequence)
+    drain(engine)
+    assert sequence.token_ids == [*prompt, *output[: output.index(stop) + 1]]
+    assert sequence.finish is Finish.STOPPED
+
+
+class Fault:
+    """Raises once, in the call after `arm`; otherwise passes through."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def strike(self) -> None:
+        if self.armed:
+            self.armed = False
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["forward", "sampler"])
+def test_a_failing_step_loses_its_own_sequences_only(
+    model: CausalLM,
+    generated: dict[tuple[int, ...], list[int]],
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fault = Fault()
+
+    def sample(logits: Tensor, rows: Tokens[SampleRows]) -> list[SampledTokens]:
+        if where == "sampler":
+            fault.strike()
+        return verify(logits, rows)
+
+    if where == "forward":
+        forward = model.forward
+
+        def failing(*args: Tensor, **kwargs: Tensor) -> Tensor:
+            fault.strike()
+            return forward(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(model, "forward", failing)
+    engine = Engine(model, TargetSettings(model="tiny", num_blocks=40), sample)
+    idle = greedy(engine, PROMPTS[4], num_steps=3)
+    engine.scheduler.add(idle)
+    drain(engine)
+    lost = [greedy(engine, PROMPTS[5]), greedy(engine, PROMPTS[4])]  # one of them shares a block with the idle one
+    for sequence in lost:
+        engine.scheduler.add(sequence)
+    assert engine.step() is not None
+    fault.armed = True
+    outcome = engine.step()
+    assert outcome is not None
+    assert (outcome.failed, outcome.gains) == (lost, [])
+    assert "a step failed" in caplog.text
+    engine.scheduler.check()
+    assert list(engine.scheduler.sequences()) == [idle]
+    assert engine.blocks.counts().owned == len(idle.block_table)
+    idle.num_steps = 1 << 20
+    again = greedy(engine, PROMPTS[5])
+    engine.scheduler.add(again)
+    drain(engine)
+    assert idle.token_ids == generated[PROMPTS[4]]
+    assert again.token_ids == generated[PROMPTS[5]]
+    assert engine.blocks.counts().owned == 0
+
+
+def test_a_sampler_that_answers_too_little_fails_its_step(model: CausalLM) -> None:
+    engine = Engine(model, TargetSettings(model="tiny", num_blocks=40), lambda logits, rows: verify(logits, rows)[:-1])
+    sequences = [greedy(engine, prompt) for prompt in PROMPTS[:2]]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    outcome = engine.step()
+    assert outcome is not None
+    assert outcome.failed == sequences
+    engine.scheduler.check()
+    assert engine.blocks.counts().owned == 0
+
+
+def test_a_failed_parents_forks_go_on(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault()
+    forward = model.forward
+
+    def failing(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        fault.strike()
+        return forward(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "forward", failing)
+    engine = engine_for(model)
+    parent, fork = greedy(engine, PROMPTS[5]), greedy(engine, PROMPTS[5])
+    parent.forks = [fork]
+    engine.scheduler.add(parent)
+    fault.armed = True
+    outcome = engine.step()
+    assert outcome is not None
+    assert outcome.failed == [parent]
+    drain(engine)
+    assert fork.finish is not None
+
+
+def test_a_sequence_that_computes_no_numbers_harms_itself_only(
+    folder: Path, generated: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Its KV stands next to that of others (padded tables), and is left behind in blocks that they get."""
+    broken_token = 256
+    healthy = [prompt for prompt in PROMPTS if broken_token not in generated[prompt]][:3]
+    model = CausalLM.load(str(folder), "cpu", "float32")
+    with torch.no_grad():
+        next(model._model.get_input_embeddings().parameters())[broken_token] = torch.nan
+    engine = engine_for(model, num_blocks=8)
+    for batch in (healthy, healthy[::-1]):
+        broken = greedy(engine, [5, broken_token, *range(1, 20)], max_tokens=3)
+        sequences = [greedy(engine, prompt) for prompt in batch]
+        for sequence in (broken, *sequences):
+            engine.scheduler.add(sequence)
+        drain(engine)
+        assert broken.finish is not None
+        assert [sequence.token_ids for sequence in sequences] == [generated[prompt] for prompt in batch]
+
+
+def test_draft_tokens_beyond_the_vocabulary_are_rejected(
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]]
+) -> None:
+    """A drafter's vocabulary may be padded wider than the target's."""
+    engine = engine_for(model)
+    prompt = PROMPTS[3]
+    text = generated[prompt]
+    sequence = greedy(engine, prompt, num_steps=1)
+    engine.scheduler.add(sequence)
+    drain(engine)
+    first = len(prompt) + 1
+    sequence.proposal, sequence.num_steps = Proposal((*text[first : first + 2], VOCAB_SIZE + 3, 5)), 1
+    (outcome,) = drain(engine)
+    assert outcome.gains[0].sampled.num_accepted == 2
+    assert sequence.token_ids == text[: first + 3]
+
+
+def test_a_warmed_up_engine_generates_the_same_and_knows_its_costs(
+    folder: Path, generated: dict[tuple[int, ...], list[int]]
+) -> None:
+    engine = engine_for(CausalLM.load(str(folder), "cpu", "float32"), num_blocks=40)
+    engine.warm_up()
+    sizes, seconds = zip(*engine.step_costs, strict=True)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert min(seconds) > 0
+    assert engine.blocks.counts() == (40, 0, 0, 40)
+    sequence = greedy(engine, PROMPTS[3])
+    engine.scheduler.add(sequence)
+    drain(engine)
+    assert sequence.token_ids == generated[PROMPTS[3]]
+
+
+def test_the_context_is_the_least_of_model_setting_and_pool(model: CausalLM) -> None:
+    assert engine_for(model).max_context == model.max_context == 512
+    assert engine_for(model, max_context=100).max_context == 100
+    assert engine_for(model, num_blocks=3).max_context == 48
+
+
+def test_blocks_are_counted_from_memory(model: CausalLM) -> None:
+    # 2 layers, key and value, 16 positions, 2 heads of 16, 4 bytes: 8 KiB a block.
+    settings = TargetSettings(model="tiny", kv_cache_gib=1 / 1024)
+    assert Engine(model, settings, verify).blocks.counts().total == 128
+    with pytest.raises(StartupError, match=r"kv_cache_gib is 1e-06: a KV block alone takes"):
+        Engine(model, settings.model_copy(update={"kv_cache_gib": 1e-6}), verify)
+
+
+def test_a_pool_too_large_for_the_machine_is_named(model: CausalLM) -> None:
+    with pytest.raises(StartupError, match=r"10000000000000 KV blocks cannot be had on cpu: lower num_blocks"):
+        engine_for(model, num_blocks=10**13)
+
+
+def test_a_pool_too_small_for_the_self_test_is_named(model: CausalLM) -> None:
+    with pytest.raises(StartupError, match="num_blocks is 5: at least 6 are needed"):
+        engine_for(model, num_blocks=5).warm_up()
+
+
+def test_the_fingerprint_tells_weights_block_sizes_and_nothing_else_apart(folder: Path, tmp_path: Path) -> None:
+    def fingerprint(source: Path, block_size: int = 16) -> str:
+        return CausalLM.load(str(source), "cpu", "float32").fingerprint(block_size)
+
+    same = fingerprint(folder)
+    assert fingerprint(tiny_llama(tmp_path / "a copy elsewhere")) == same
+    assert fingerprint(folder, 32) != same
+    assert fingerprint(tiny_llama(tmp_path / "other", seed=1)) != same
+    assert CausalLM.load(str(folder), "cpu", "bfloat16").fingerprint(16) != same

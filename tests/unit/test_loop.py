@@ -1,0 +1,178 @@
+"""The engine's thread over an engine that is a script."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from shared.engine.engine import Engine, StepOutcome
+from shared.engine.loop import EngineLoop
+
+TIMEOUT = 30.0
+
+
+class ScriptedScheduler:
+    def __init__(self) -> None:
+        self.num_checks = 0
+        self.checked = threading.Event()
+        self.broken = False
+
+    def check(self) -> None:
+        self.num_checks += 1
+        self.checked.set()
+        assert not self.broken, "blocks are not conserved"
+
+
+class ScriptedEngine:
+    """Has `work` steps to do, and notes what happens on which thread."""
+
+    def __init__(self) -> None:
+        self.scheduler = ScriptedScheduler()
+        self.work = 0
+        self.history: list[str] = []
+        self.gate: threading.Event | None = None
+        self.in_step = threading.Event()
+
+    def step(self) -> StepOutcome | None:
+        assert threading.current_thread().name == "engine"
+        if self.work == 0:
+            return None
+        self.work -= 1
+        self.in_step.set()
+        if self.gate is not None:
+            assert self.gate.wait(TIMEOUT)
+        self.history.append("step")
+        return StepOutcome([], [], 1, 1, 0, 0.0)
+
+
+class Bench:
+    """A loop over a scripted engine, and queues on which it tells what it did."""
+
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine()
+        self.outcomes: queue.SimpleQueue[StepOutcome] = queue.SimpleQueue()
+        self.crashed = threading.Event()
+        self.on_step: Any = self.outcomes.put
+        self.loop = EngineLoop(cast(Engine, self.engine), lambda outcome: self.on_step(outcome), self.crashed.set)
+
+    def add_work(self, steps: int, note: str = "request") -> None:
+        self.engine.history.append(note)
+        self.engine.work += steps
+
+
+@contextmanager
+def running() -> Iterator[Bench]:
+    bench = Bench()
+    bench.loop.start()
+    try:
+        yield bench
+    finally:
+        if bench.engine.gate is not None:
+            bench.engine.gate.set()
+        bench.loop.stop()
+
+
+def test_a_request_wakes_the_loop_and_every_step_is_told() -> None:
+    with running() as bench:
+        assert bench.engine.scheduler.checked.wait(TIMEOUT)  # idle from the start
+        for _ in range(2):
+            bench.loop.submit(lambda: bench.add_work(3))
+            for _ in range(3):
+                bench.outcomes.get(timeout=TIMEOUT)
+    assert bench.engine.history == ["request", "step", "step", "step"] * 2
+    assert bench.outcomes.empty()
+    assert not bench.crashed.is_set()
+
+
+def test_requests_that_came_meanwhile_all_join_the_next_step() -> None:
+    with running() as bench:
+        bench.engine.gate = threading.Event()
+        bench.loop.submit(lambda: bench.add_work(1, "first"))
+        assert bench.engine.in_step.wait(TIMEOUT)
+        for note in ("second", "third"):
+            bench.loop.submit(lambda note=note: bench.add_work(1, note))  # type: ignore[misc]
+        bench.engine.gate.set()
+        for _ in range(3):
+            bench.outcomes.get(timeout=TIMEOUT)
+    assert bench.engine.history == ["first", "step", "second", "third", "step", "step"]
+
+
+def test_the_outcome_is_told_before_the_next_step() -> None:
+    with running() as bench:
+        told = queue.SimpleQueue[None]()
+
+        def note(outcome: StepOutcome) -> None:
+            assert threading.current_thread().name == "engine"
+            bench.engine.history.append("told")
+            told.put(None)
+
+        bench.on_step = note
+        bench.loop.submit(lambda: bench.add_work(2))
+        for _ in range(2):
+            told.get(timeout=TIMEOUT)
+    assert bench.engine.history == ["request", "step", "told", "step", "told"]
+
+
+def test_blocks_are_checked_once_whenever_work_runs_out() -> None:
+    with running() as bench:
+        done = threading.Event()
+        bench.loop.submit(lambda: bench.add_work(2))
+        for _ in range(2):
+            bench.outcomes.get(timeout=TIMEOUT)
+        bench.loop.submit(done.set)  # no work: still idle, nothing to check anew
+        assert done.wait(TIMEOUT)
+        bench.loop.submit(lambda: bench.add_work(1))
+        bench.outcomes.get(timeout=TIMEOUT)
+    assert 1 <= bench.engine.scheduler.num_checks <= 3
+
+
+def test_stop_ends_after_the_step_it_is_in() -> None:
+    class Requests(queue.SimpleQueue[Callable[[], None] | None]):
+        def put(self, item: Callable[[], None] | None, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item)
+            if item is None:
+                told_to_stop.set()
+
+    bench = Bench()
+    told_to_stop = threading.Event()
+    bench.loop._requests = Requests()
+    bench.engine.gate = threading.Event()
+    bench.loop.start()
+    bench.loop.submit(lambda: bench.add_work(100))
+    assert bench.engine.in_step.wait(TIMEOUT)
+    stopper = threading.Thread(target=bench.loop.stop)
+    stopper.start()
+    assert told_to_stop.wait(TIMEOUT)
+    bench.engine.gate.set()
+    stopper.join(TIMEOUT)
+    assert not stopper.is_alive()
+    assert bench.engine.history == ["request", "step"]
+    assert bench.outcomes.qsize() == 1
+    assert not bench.crashed.is_set()
+
+
+@pytest.mark.parametrize("where", ["request", "on_step", "check"])
+def test_a_broken_invariant_ends_the_thread_and_calls_on_crash(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("broken")
+
+    with running() as bench:
+        if where == "request":
+            bench.loop.submit(fail)
+        elif where == "on_step":
+            bench.on_step = fail
+            bench.loop.submit(lambda: bench.add_work(2))
+        else:
+            bench.engine.scheduler.broken = True
+            bench.loop.submit(lambda: bench.add_work(1))
+        assert bench.crashed.wait(TIMEOUT)
+    assert bench.engine.history in ([], ["request", "step"])
+    (record,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert "the engine's thread ended by an error" in record.message
+    assert record.exc_info is not None
