@@ -10,10 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from outrider.v1 import worker_pb2
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from services.router.gamma import StepCosts
 from shared.rpc.channel import connect
+from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,12 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 INFO_TIMEOUT_SECONDS = 5.0
+# Between the end of a stream and the next attempt: a worker whose streams end at once is not hammered.
+_RECONNECT_SECONDS = 0.1
+
+
+class _Refused(Exception):
+    """A worker came back with another model or tokenizer."""
 
 
 class WorkerConnection(ABC, Generic[Request, Response]):
@@ -33,8 +40,9 @@ class WorkerConnection(ABC, Generic[Request, Response]):
     def __init__(
         self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
     ) -> None:
-        """`check` sees what the worker says of itself before it is used; what it raises ends `run`.
-        `changed` is notified when the worker is connected and when it is lost."""
+        """`check` sees what the worker says of itself before it is used. The StartupError it raises ends
+        `run` the first time; a worker that was right once and comes back wrong is refused until it is right
+        again. `changed` is notified when the worker is connected and when it is lost."""
         self.address = address
         self._check = check
         self._changed = changed
@@ -55,12 +63,12 @@ class WorkerConnection(ABC, Generic[Request, Response]):
             async with connect(self.address) as channel:
                 # Endlessly: a worker that is away may come back, and until then requests go elsewhere.
                 async for attempt in AsyncRetrying(
-                    retry=retry_if_exception_type(grpc.aio.AioRpcError),
+                    retry=retry_if_exception_type((grpc.aio.AioRpcError, _Refused)),
                     wait=wait_random_exponential(multiplier=0.05, max=1.0),
+                    before_sleep=self._after_failure,
                 ):
                     with attempt:
-                        info = await self._get_info(channel)
-                await self._accept(info)
+                        await self._accept(await self._get_info(channel))
                 try:
                     await self._converse(channel)
                 except grpc.aio.AioRpcError as error:
@@ -70,6 +78,7 @@ class WorkerConnection(ABC, Generic[Request, Response]):
                 finally:
                     self._on_lost()
                     await self._announce(None)
+            await asyncio.sleep(_RECONNECT_SECONDS)
 
     def pending(self) -> Request:
         """The message being gathered: whatever is added before the writer's next turn goes out in one."""
@@ -102,12 +111,24 @@ class WorkerConnection(ABC, Generic[Request, Response]):
         """The stream is gone, with everything that was on it."""
 
     async def _accept(self, info: worker_pb2.WorkerInfo) -> None:
-        self._check(info)
+        try:
+            self._check(info)
+        except StartupError as error:
+            if self.epoch == 0:
+                raise
+            raise _Refused(str(error)) from error
         self.epoch += 1
         self._pending = None
         self.costs = StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])
         await self._announce(info)
         logger.info("worker connected", extra={"address": self.address, "instance": info.instance_id})
+
+    def _after_failure(self, state: RetryCallState) -> None:
+        """Says once, not at every attempt, that a worker cannot be reached."""
+        if state.attempt_number == 1 and state.outcome is not None:
+            reason = state.outcome.exception()
+            shown = reason.code().name if isinstance(reason, grpc.aio.AioRpcError) else str(reason)
+            logger.warning("worker not reached; trying on", extra={"address": self.address, "reason": shown})
 
     async def _announce(self, info: worker_pb2.WorkerInfo | None) -> None:
         self.info = info

@@ -59,17 +59,30 @@ class Session:
         self._tokenizer = tokenizer
         self._cache_salt = cache_salt
         self._failover_seconds = failover_seconds
-        self._write_lock = asyncio.Lock()
         self._num_open = len(options.params)
+        # Without limit, but for max_tokens: a client that reads slowly must not hold KV blocks idle meanwhile.
+        self._chunks: asyncio.Queue[inference_pb2.GenerateResponse | None] = asyncio.Queue()
 
     async def run(self, write: Write) -> None:
         """Generates all sequences. Raises Unavailable or Internal when workers fail for good."""
-        lanes = await self.prefill(self.options.prompt_ids, self.options.params)
+        generating = asyncio.create_task(self._generate())
+        try:
+            while (chunk := await self._chunks.get()) is not None:
+                await write(chunk)
+            await generating
+        finally:
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)
+
+    async def _generate(self) -> None:
+        """Runs all sequences, and puts their chunks in the queue, None at the end."""
+        lanes: list[TargetLane] = []
         tasks: list[asyncio.Task[None]] = []
         try:
+            lanes = await self.prefill(self.options.prompt_ids, self.options.params)
             for params, lane in zip(self.options.params, lanes, strict=True):
                 sequence = SequenceSession(self, params, lane, self._detokenizer())
-                tasks.append(asyncio.create_task(sequence.run(self._writer(write))))
+                tasks.append(asyncio.create_task(sequence.run(self._emit)))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -78,6 +91,7 @@ class Session:
             # A task cancelled before its first step has released nothing.
             for lane in lanes:
                 lane.release()
+            self._chunks.put_nowait(None)
 
     async def prefill(self, token_ids: Sequence[int], params: Sequence[SamplingParams]) -> list[TargetLane]:
         """Places these tokens on a target worker, a lane for each of `params`."""
@@ -104,17 +118,13 @@ class Session:
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self._tokenizer, self.options.stop_strings, self.options.prompt_ids)
 
-    def _writer(self, write: Write) -> Write:
-        async def write_one(chunk: inference_pb2.GenerateResponse) -> None:
-            # Sequences share the stream, and the last chunk of the last one carries the usage.
-            if chunk.finish_reason:
-                self._num_open -= 1
-                if self._num_open == 0 and self.options.include_usage:
-                    chunk.usage.CopyFrom(self.usage.to_proto())
-            async with self._write_lock:
-                await write(chunk)
-
-        return write_one
+    def _emit(self, chunk: inference_pb2.GenerateResponse) -> None:
+        # Sequences share the stream, and the last chunk of the last one carries the usage.
+        if chunk.finish_reason:
+            self._num_open -= 1
+            if self._num_open == 0 and self.options.include_usage:
+                chunk.usage.CopyFrom(self.usage.to_proto())
+        self._chunks.put_nowait(chunk)
 
 
 class SequenceSession:
@@ -140,7 +150,7 @@ class SequenceSession:
         gamma = session.fleet.gamma(lane.link)
         self._acceptance = Acceptance(None if gamma is None else gamma.acceptance)
 
-    async def run(self, write: Write) -> None:
+    async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
         """Rounds until the sequence ends; everything is released on every way out."""
         num_failures = 0
         try:
@@ -151,7 +161,7 @@ class SequenceSession:
                     while True:
                         _check(entry.result, len(self._token_ids))
                         num_failures = 0
-                        await write(self._take(entry.result))
+                        emit(self._take(entry.result))
                         if self._finish_reason:
                             return
                         entry = await self._next_result(entry)

@@ -43,7 +43,9 @@ class RouterSettings(ServiceSettings):
     )
     max_running: int = Field(default=64, ge=1, description="Requests served at once.")
     max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; beyond, RESOURCE_EXHAUSTED.")
-    max_num_draft_tokens: int = Field(default=8, ge=0, le=16, description="Most draft tokens in a round, 0 to 16.")
+    max_num_draft_tokens: int = Field(
+        default=8, ge=0, le=16, description="Most draft tokens in a round of adaptive length, 0 to 16."
+    )
     failover_seconds: float = Field(
         default=60.0, ge=0, description="How long a stream waits for a target worker to come back."
     )

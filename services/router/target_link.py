@@ -94,7 +94,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
             instance_id=self.info.instance_id if self.info is not None else self.address,
             num_running=max(0, len(self._lanes) - self._stats.num_waiting),
             num_waiting=self._stats.num_waiting,
-            kv_usage=self._stats.kv_usage,
+            # An idle worker reports no steps: what it said last is over.
+            kv_usage=self._stats.kv_usage if self._lanes else 0.0,
             alive=self.usable,
         )
 

@@ -187,13 +187,17 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         """What `look` returns, or raises, on the engine's thread."""
         asyncio_loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
+        def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+            if not answer.done():  # by cancellation
+                set_outcome(outcome)
+
         def answer_it() -> None:
             try:
                 result = look()
             except Exception as error:
-                asyncio_loop.call_soon_threadsafe(answer.set_exception, error)
+                asyncio_loop.call_soon_threadsafe(settle, answer.set_exception, error)
             else:
-                asyncio_loop.call_soon_threadsafe(answer.set_result, result)
+                asyncio_loop.call_soon_threadsafe(settle, answer.set_result, result)
 
         self._loop().submit(answer_it)
         found: T = await answer

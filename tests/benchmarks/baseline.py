@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from asyncio.subprocess import PIPE
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.cli.launcher import PARENT, die_with_parent
 from tests.benchmarks.errors import BenchmarkError
 
 _WARM_UP_TOKENS = 16
@@ -38,7 +40,8 @@ async def run_baseline(target: Path, draft: Path, prompts: Sequence[list[int]], 
     """Measures in a child process, which ends with this call, whichever way; raises BenchmarkError if it fails."""
     command = [sys.executable, "-m", "tests.benchmarks.baseline"]
     command += ["--target", str(target), "--draft", str(draft), "--num-tokens", str(num_tokens)]
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
         output, complaints = await process.communicate(json.dumps(list(prompts)).encode())
     finally:
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--num-tokens", type=int, required=True)
     options = parser.parse_args()
+    die_with_parent()
     print(json.dumps(asdict(measure(options.target, options.draft, json.load(sys.stdin), options.num_tokens))))
 
 

@@ -44,7 +44,7 @@ class LoadResult:
 
 
 async def run_load(
-    stub: inference_pb2_grpc.InferenceStub, prompts: Sequence[list[int]], num_tokens: int, *, speculation: bool
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Sequence[list[int]], num_tokens: int, *, speculation: bool
 ) -> LoadResult:
     """One stream of `num_tokens` greedy output tokens for each prompt, all started at once.
 
@@ -75,7 +75,7 @@ async def run_load(
 
 
 async def run_stream(
-    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], num_tokens: int, *, speculation: bool
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int], num_tokens: int, *, speculation: bool
 ) -> StreamResult:
     """One stream, past any end of text. Raises as `run_load` does."""
     ttft_seconds: float | None = None

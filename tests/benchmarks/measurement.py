@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
 from services.cli.stack import Stack, StackSettings
-from shared.rpc.channel import connect
 from tests.benchmarks.baseline import Baseline, run_baseline
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.load import LoadResult, run_load
 from tests.benchmarks.model_pair import Pair
 from tests.benchmarks.prefix import PrefixResult, measure_prefix
+from tests.support.service import inference
 
 PROMPT_TOKENS = 128
 
@@ -71,8 +71,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     """
     on_step("starting the services")
     settings = StackSettings(target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16")
-    async with Stack(settings) as stack, connect(stack.router_address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+    async with Stack(settings) as stack, inference(stack) as stub:
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
         for streams in plan.streams:
             on_step(f"warm-up, {_count(streams)}")
@@ -86,7 +85,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
 
 
 async def _measure_repeat(
-    pair: Pair, plan: Plan, index: int, stub: inference_pb2_grpc.InferenceStub, on_step: OnStep
+    pair: Pair, plan: Plan, index: int, stub: inference_pb2_grpc.InferenceAsyncStub, on_step: OnStep
 ) -> Repeat:
     """Every second repeat has speculation on first: what drifts favours neither side."""
     which = f"repeat {index + 1} of {plan.repeats}"

@@ -33,7 +33,9 @@ class PrefixResult:
         return self.cold_ttft_seconds / self.warm_ttft_seconds
 
 
-async def measure_prefix(stub: inference_pb2_grpc.InferenceStub, prompts: Prompts, block_size: int) -> PrefixResult:
+async def measure_prefix(
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, block_size: int
+) -> PrefixResult:
     """Sends a fresh prefix twice, one request after the other, with speculation on."""
     prefix = prompts(PREFIX_TOKENS)
     cold, warm = [
