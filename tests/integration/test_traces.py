@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CLIENT_SPAN = "00f067aa0ba902b7"
 METHOD = "outrider.v1.Inference/Generate"
-EXPORT_SECONDS = 60.0
+EXPORT_SECONDS = 30.0
 ERROR = 2
 
 
