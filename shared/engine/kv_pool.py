@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 LAYOUT_VERSION = 1
 
@@ -55,36 +56,36 @@ class KVPool:
             self.data[list(destinations)] = self.data[list(sources)]
 
     def first_slots(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """Slots of layer 0's keys at these blocks and offsets within them (both `[T]`); see `write`."""
-        return blocks * (self.shape.num_layers * 2 * self.block_size) + offsets
+        """Slots in layer 0 of T keys, then of their T values, at these blocks and offsets (`[T]`); see `write`."""
+        keys = blocks * (self.shape.num_layers * 2 * self.block_size) + offsets
+        return torch.cat([keys, keys + self.block_size])
 
     def first_rows(self, blocks: Tensor) -> Tensor:
-        """Rows of layer 0's keys of these blocks (any shape); see `gather`."""
-        return blocks * (self.shape.num_layers * 2)
+        """Rows in layer 0 of the keys, then of the values, of these blocks (any shape, flattened); see `gather`."""
+        keys = blocks.reshape(-1) * (self.shape.num_layers * 2)
+        return torch.cat([keys, keys + 1])
 
     def write(self, layer: int, first_slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `[T, num_kv_heads, key/value_head_dim]` at the slots of T tokens.
 
         Not-a-numbers become 0: blocks are reused, and masked positions read, where a NaN would spread.
         """
-        key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
-        slots = first_slots + layer * 2 * self.block_size
-        tokens = self._tokens
-        if key.shape[-1] == value.shape[-1] == self.shape.head_dim:
-            tokens.index_copy_(0, slots, key)
-            tokens.index_copy_(0, slots + self.block_size, value)
-        else:
-            tokens[..., : key.shape[-1]].index_copy_(0, slots, key)
-            tokens[..., : value.shape[-1]].index_copy_(0, slots + self.block_size, value)
+        if key.shape[-1] != value.shape[-1]:
+            missing = self.shape.head_dim - min(key.shape[-1], value.shape[-1])
+            if key.shape[-1] < value.shape[-1]:
+                key = functional.pad(key, (0, missing))
+            else:
+                value = functional.pad(value, (0, missing))
+        both = torch.cat([key, value]).nan_to_num_(0.0, 0.0, 0.0)
+        self._tokens.index_copy_(0, first_slots + layer * 2 * self.block_size, both)
 
-    def gather(self, layer: int, first_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of B sequences' blocks.
+    def gather(self, layer: int, first_rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `batch` sequences' blocks, N each, whose `first_rows` are `[2 * batch * N]`.
 
-        `first_rows` is `[B, N]`; each result `[B, N * block_size, num_kv_heads, key/value_head_dim]`.
+        Each result is `[batch, N * block_size, num_kv_heads, key/value_head_dim]`.
         """
-        batch, num_blocks = first_rows.shape
-        rows = first_rows.reshape(-1) + layer * 2
-        shape = (batch, num_blocks * self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
-        keys = self._rows.index_select(0, rows).view(shape)
-        values = self._rows.index_select(0, rows + 1).view(shape)
-        return keys[..., : self.shape.key_head_dim], values[..., : self.shape.value_head_dim]
+        rows = self._rows.index_select(0, first_rows + layer * 2)
+        keys, values = rows.view(2, batch, -1, self.shape.num_kv_heads, self.shape.head_dim).unbind()
+        if self.shape.key_head_dim != self.shape.value_head_dim:
+            keys, values = keys[..., : self.shape.key_head_dim], values[..., : self.shape.value_head_dim]
+        return keys, values

@@ -62,6 +62,7 @@ class EngineLoop:
             outcome = self.engine.step()
             if outcome is not None:
                 self._on_step(outcome)
-            elif not idle:
+            elif not idle and self.engine.scheduler.is_empty:
+                # Not whenever there is a pause: it walks through every block.
                 self.engine.scheduler.check()
             idle = outcome is None

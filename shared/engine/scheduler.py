@@ -70,6 +70,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._running and not self._waiting
+
     def sequences(self) -> Iterable[Sequence]:
         return chain(self._running, self._waiting)
 

@@ -23,7 +23,7 @@ class AttentionGroup:
     `query_index`: `[B, Q]` positions in the packed batch (padding repeats the sequence's last token).
     `output_index`: `[T']` positions in the flattened `[B, Q]` of the group's own tokens, packed order.
     `token_index`: `[T']` where those stand in the packed batch; None if the group is the whole batch.
-    `query_positions`: `[B, Q]` positions within the sequences. `first_rows`: `[B, N]`, see `KVPool.gather`.
+    `query_positions`: `[B, Q]` positions within the sequences. `first_rows`: see `KVPool.gather`.
     """
 
     query_index: Tensor
@@ -58,7 +58,7 @@ class AttentionGroup:
 class AttentionBatch:
     """One step's packed tokens over a KV pool: the single keyword argument that travels through the model.
 
-    `first_slots`: `[T]`, where each token's KV is written, see `KVPool.write`.
+    `first_slots`: where each token's KV is written, see `KVPool.write`.
     """
 
     pool: KVPool

@@ -66,10 +66,13 @@ def _attend(
     num_kv_heads = batch.pool.shape.num_kv_heads
     fold = num_heads // num_kv_heads
     size, longest = group.query_index.shape
-    # [heads, B, Q, D] -> [B, kv_heads, fold * Q, D]
-    queries = query[0].index_select(1, group.query_index.view(-1)).view(num_kv_heads, fold, size, longest, head_dim)
-    queries = queries.permute(2, 0, 1, 3, 4).reshape(size, num_kv_heads, fold * longest, head_dim)
-    keys, values = (rows.transpose(1, 2) for rows in batch.pool.gather(layer, group.first_rows))
+    queries = query[0]
+    if group.padded or group.token_index is not None:
+        queries = queries.index_select(1, group.query_index.view(-1))
+    # [heads, B * Q, D] -> [B, kv_heads, fold * Q, D]
+    queries = queries.reshape(num_kv_heads, fold, size, longest, head_dim).permute(2, 0, 1, 3, 4)
+    queries = queries.reshape(size, num_kv_heads, fold * longest, head_dim)
+    keys, values = (rows.transpose(1, 2) for rows in batch.pool.gather(layer, group.first_rows, size))
     mask = group.mask(sliding_window, fold, query.dtype)
     if softcap is None and sinks is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
