@@ -133,7 +133,7 @@ async def test_drafter_killed_halfway(stack: Stack, undrafted: list[int]) -> Non
     assert origins.count(inference_pb2.TOKEN_ORIGIN_TARGET) > 1
 
 
-@pytest.mark.parametrize("gamma", [0, 2, None])
+@pytest.mark.parametrize("gamma", [0, 2])
 async def test_the_serving_one_of_two_targets_killed_halfway(
     stack: Stack, undrafted: list[int], gamma: int | None
 ) -> None:
