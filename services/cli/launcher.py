@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
+"""Has glibc ask for huge pages, also for what other threads than the main one allocate: weights are streamed
+from memory once a step, and 4 KiB pages cost up to a seventh of that in address translation."""
+
 PREPARED = "OUTRIDER_WORKER_ENVIRONMENT"
 """Set in a prepared environment; its value says what was found, for the log."""
 
@@ -36,9 +40,7 @@ def worker_environment(base: Mapping[str, str]) -> dict[str, str]:
     that is not installed is left out, and what the user has set stays as it is.
     """
     environment = dict(base)
-    # glibc then asks for huge pages, which its arenas of other threads get only in part: weights are streamed
-    # from memory once a step, and 4 KiB pages cost a seventh of that in address translation.
-    environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1")
+    environment.setdefault("GLIBC_TUNABLES", HUGE_PAGES)
     if "LD_PRELOAD" in base:
         environment[PREPARED] = "LD_PRELOAD as set by the user"
         return environment

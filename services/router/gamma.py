@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 _WEIGHT = 0.1
 # A round must promise this much more than plain decoding: costs are measured with noise, and changing
 # between the two costs something itself.
-_MARGIN = 1.05
+_MARGIN = 1.1
 # Before anything was drafted.
 _PRIOR_ACCEPTANCE = 0.7
 # A sequence's own acceptance rate starts from everybody's, which counts as this many draft tokens.
@@ -127,7 +127,7 @@ class GammaController:
 
         `num_unseen_tokens`: committed tokens that the drafter would have to catch up with first.
         """
-        best = self._best(acceptance_rate, load, self._round_factors.get(_bucket(load), 1.0))
+        best = self._best(acceptance_rate, load, _known(self._round_factors, load))
         if best == 0 and self._probe_is_due(load, num_unseen_tokens):
             self._last_round = self._clock()
             return min(2, self._max_num_draft_tokens)
@@ -143,7 +143,7 @@ class GammaController:
         _learn(self._plain_factors, load, seconds / self.target.seconds(load))
 
     def _best(self, acceptance_rate: float, load: int, round_factor: float) -> int:
-        plain = self.target.seconds(load) * self._plain_factors.get(_bucket(load), 1.0)
+        plain = self.target.seconds(load) * _known(self._plain_factors, load)
         best, best_rate = 0, _MARGIN / plain
         for gamma in range(1, self._max_num_draft_tokens + 1):
             rate = expected_tokens(acceptance_rate, gamma) / (self._round_seconds(load, gamma) * round_factor)
@@ -166,6 +166,14 @@ def _bucket(load: int) -> int:
     return load.bit_length()
 
 
-def _learn(factors: dict[int, float], load: int, factor: float) -> None:
+def _known(factors: dict[int, float], load: int) -> float:
+    """The factor of this load, else of the nearest one that was seen: all sequences come to a new load at
+    once, and must not all try their luck there."""
     bucket = _bucket(load)
-    factors[bucket] = (1 - _WEIGHT) * factors.get(bucket, 1.0) + _WEIGHT * factor
+    return factors[min(factors, key=lambda seen: abs(seen - bucket))] if factors else 1.0
+
+
+def _learn(factors: dict[int, float], load: int, factor: float) -> None:
+    # A step of many sequences is seen by each of them, and counts once.
+    weight = _WEIGHT / load
+    factors[_bucket(load)] = (1 - weight) * _known(factors, load) + weight * factor

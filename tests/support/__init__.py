@@ -1,1 +1,1 @@
-"""What several tests need: model checkpoints and helpers. May import shared, never services."""
+"""What several tests need: model checkpoints and helpers. May import shared and the local stack."""

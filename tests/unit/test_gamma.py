@@ -41,7 +41,7 @@ def best_by_hand(rate: float, load: int, target: Callable[[int], float], draft: 
         return tokens / (target(load * (gamma + 1)) + gamma * draft)
 
     best = max(range(1, MAX + 1), key=tokens_a_second)
-    return best if tokens_a_second(best) > 1.05 / target(load) else 0
+    return best if tokens_a_second(best) > 1.1 / target(load) else 0
 
 
 # Costs
@@ -189,8 +189,12 @@ def test_rounds_that_take_longer_than_thought_push_gamma_to_zero_and_probes_brin
         c.observe_plain(1, 0.02)
         c.observe_round(1, 4, 10 * 0.024)
     assert c.choose(0.8, 1) == 0
-    # Rounds among more sequences were not observed.
+    # Rounds among more sequences were not observed, and are held to be no better until they are.
+    assert c.choose(0.8, 8) == 0
+    for _ in range(8 * 100):
+        c.observe_round(8, 4, 0.024)
     assert c.choose(0.8, 8) > 0
+    assert c.choose(0.8, 1) == 0
 
     num_probes, seconds = 0, 0.0
     while (gamma := c.choose(0.8, 1)) <= 2 and seconds < 3600:

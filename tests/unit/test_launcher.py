@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import launcher
-from services.cli.launcher import PARENT, PREPARED, worker_environment
+from services.cli.launcher import HUGE_PAGES, PARENT, PREPARED, worker_environment
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def test_both_libraries_are_preloaded(libraries: tuple[Path, Path]) -> None:
         "HOME": "/home",
         "LD_PRELOAD": f"{libraries[0]} {libraries[1]}",
         "KMP_BLOCKTIME": "1",
+        "GLIBC_TUNABLES": HUGE_PAGES,
         PREPARED: "Intel OpenMP, tcmalloc",
     }
 
@@ -39,15 +40,19 @@ def test_both_libraries_are_preloaded(libraries: tuple[Path, Path]) -> None:
 def test_what_the_user_set_stays() -> None:
     environment = worker_environment({"KMP_BLOCKTIME": "200"})
     assert environment["KMP_BLOCKTIME"] == "200"
-    environment = worker_environment({"LD_PRELOAD": "/mine.so"})
-    assert environment == {"LD_PRELOAD": "/mine.so", PREPARED: "LD_PRELOAD as set by the user"}
+    environment = worker_environment({"LD_PRELOAD": "/mine.so", "GLIBC_TUNABLES": "mine"})
+    assert environment == {
+        "LD_PRELOAD": "/mine.so",
+        "GLIBC_TUNABLES": "mine",
+        PREPARED: "LD_PRELOAD as set by the user",
+    }
 
 
-def test_without_the_libraries_nothing_changes_but_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_libraries_only_the_allocator_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_find_intel_openmp", lambda: None)
     monkeypatch.setattr(launcher, "TCMALLOC_PATTERNS", ())
     report = "default OpenMP (intel-openmp is not installed), default malloc"
-    assert worker_environment({"A": "b"}) == {"A": "b", PREPARED: report}
+    assert worker_environment({"A": "b"}) == {"A": "b", "GLIBC_TUNABLES": HUGE_PAGES, PREPARED: report}
 
 
 def test_an_installed_intel_openmp_is_found() -> None:
