@@ -12,11 +12,17 @@ from torch import Tensor, nn
 _TYPICAL_ROWS = 32
 
 
-class _PackedGroup:
+def can_pack(weight: Tensor) -> bool:
+    """Whether a linear layer's weight gains by packing: bf16 on a CPU that oneDNN serves."""
+    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    return on_cpu and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+class PackedMatrix:
     """Weights of linear layers that are given the same input, as one matrix prepacked for oneDNN.
 
-    The first member called computes for all of them, so that query, key and value projection (or gate and
-    up) are one product.
+    Up to twice the bandwidth of the plain layout in bf16, so that verifying several tokens costs what one
+    costs. Inference only.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -30,16 +36,29 @@ class _PackedGroup:
                     for linear in linears
                 ]
             )
-        self._sizes = [linear.out_features for linear in linears]
+        self.sizes = [linear.out_features for linear in linears]
+
+    def product(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., sum(sizes)]`, the layers' outputs one after another."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+class _SharedInput:
+    """Layers over one `PackedMatrix`: the first one called computes for all of them, so that query, key and
+    value projection (or gate and up) are one product."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self._matrix = matrix
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
     def output(self, member: int, x: Tensor) -> Tensor:
         if x is not self._input or member not in self._outputs:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            if len(self._sizes) == 1:
+            product = self._matrix.product(x)
+            if len(self._matrix.sizes) == 1:
                 return product
-            self._input, self._outputs = x, dict(enumerate(torch.split(product, self._sizes, dim=-1)))
+            self._input, self._outputs = x, dict(enumerate(torch.split(product, self._matrix.sizes, dim=-1)))
         output = self._outputs.pop(member)
         if not self._outputs:
             self._input = None
@@ -47,15 +66,14 @@ class _PackedGroup:
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` over prepacked weights: up to twice the bandwidth of the plain layout in bf16, so that
-    verifying several tokens costs what one costs. Inference only."""
+    """Stands in a model for an `nn.Linear` that was packed."""
 
-    def __init__(self, group: _PackedGroup, member: int) -> None:
+    def __init__(self, shared: _SharedInput, member: int) -> None:
         super().__init__()
-        self._group, self._member = group, member
+        self._shared, self._member = shared, member
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._group.output(self._member, x)
+        return self._shared.output(self._member, x)
 
 
 def pack_linears(model: nn.Module, run: Callable[[], Any]) -> int:
@@ -65,22 +83,20 @@ def pack_linears(model: nn.Module, run: Callable[[], Any]) -> int:
     replaced: a subclass may compute something else. The plain weights are freed unless something else
     (tied embeddings) still holds them.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return 0
     places = [
         (module, name, child)
         for module in model.modules()
         for name, child in module.named_children()
-        if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu"
+        if type(child) is nn.Linear and can_pack(child.weight)
     ]
     inputs = _inputs_seen([child for _, _, child in places], run)
     groups: dict[tuple[nn.Module, Tensor | nn.Linear], list[tuple[str, nn.Linear]]] = {}
     for module, name, child in places:
         groups.setdefault((module, inputs.get(child, child)), []).append((name, child))
     for (module, _), members in groups.items():
-        packed = _PackedGroup([child for _, child in members])
+        shared = _SharedInput(PackedMatrix([child for _, child in members]))
         for i, (name, _) in enumerate(members):
-            setattr(module, name, PackedLinear(packed, i))
+            setattr(module, name, PackedLinear(shared, i))
     return len(places)
 
 

@@ -15,6 +15,7 @@ from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
+from shared.engine.packed_llama import PackedLlama
 from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class CausalLM:
         self.max_context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.eos_token_ids = _eos_token_ids(model)
         self.kv_shape = _probe_kv_shape(model, name)
+        self._packed: PackedLlama | None = None
 
     @classmethod
     def load(cls, source: str, device: str = "auto", dtype: str = "auto") -> CausalLM:
@@ -70,6 +72,8 @@ class CausalLM:
 
         Writes the T tokens' KV to the batch's pool.
         """
+        if self._packed is not None:
+            return self._packed.forward(token_ids, position_ids, batch, rows)
         logits: Tensor = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -93,7 +97,11 @@ class CausalLM:
         return model_fingerprint(self._model, block_size)
 
     def pack(self) -> None:
-        """Lays the weights out for speed on CPU. The fingerprint must have been taken before."""
+        """Lays the weights out for speed on CPU. Fingerprint and reference logits must have been taken before."""
+        if PackedLlama.fits(self._model):
+            self._packed = PackedLlama(self._model)
+            logger.info("Llama layers packed for oneDNN", extra={"layers": self.kv_shape.num_layers})
+            return
         packed = pack_linears(self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)))
         if packed:
             logger.info("linear layers packed for oneDNN", extra={"layers": packed})

@@ -1,0 +1,88 @@
+"""Models whose weights were packed for the CPU compute what they computed before, in bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.kv_pool import KVPool
+from shared.engine.linear import can_pack
+from shared.engine.model import CausalLM
+from shared.engine.packed_llama import PackedLlama
+from shared.engine.runner import ModelRunner
+from shared.engine.self_test import self_test
+from shared.settings import StartupError
+from tests.support.families import tiny_checkpoint
+from tests.support.models import DEMO_TARGET
+
+LENGTH = 100  # a first chunk of more rows than count as few, then small ones
+CHUNKS = (70, 1, 9, 20)
+
+
+def runner(model: CausalLM) -> ModelRunner:
+    return ModelRunner(model, KVPool(model.kv_shape, 16, 16, model.dtype, model.device))
+
+
+def chunked_logits(model: CausalLM, tokens: Tensor) -> Tensor:
+    """Logits at every position, computed in CHUNKS over paged KV."""
+    run, start, parts = runner(model), 0, []
+    for size in CHUNKS:
+        chunk = tokens[start : start + size].tolist()
+        parts.append(run.run_packed(chunk, [start], [size], [list(range(15, -1, -1))], range(size)))
+        start += size
+    return torch.cat(parts).float()
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> CausalLM:
+    """A Llama (tied embeddings) takes the forward of its own; any other keeps its own, over packed layers."""
+    if request.param == "llama":
+        return CausalLM.load(str(DEMO_TARGET), "cpu", "bfloat16")
+    tiny_checkpoint("qwen3", tmp_path, seed=1)
+    return CausalLM.load(str(tmp_path), "cpu", "bfloat16")
+
+
+def test_packed_logits_are_the_models_own(model: CausalLM) -> None:
+    tokens = torch.randint(model.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    exact = model.reference_logits(tokens).float()
+    plain = chunked_logits(model, tokens)
+    model.pack()
+    packed = chunked_logits(model, tokens)
+    # Rounding to bf16 in another order: packed is no farther from the model's own forward than plain paged
+    # attention is, but for a little luck.
+    rounding = (plain - exact).abs().max()
+    assert rounding > 0
+    assert (packed - exact).abs().max() < 2 * rounding
+    assert (packed.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
+
+
+def test_only_exact_llamas_in_bf16_take_the_llama_forward(tmp_path: Path) -> None:
+    def fits(model: CausalLM) -> bool:
+        return PackedLlama.fits(model._model)
+
+    assert fits(CausalLM.load(str(DEMO_TARGET), "cpu", "bfloat16"))
+    assert not fits(CausalLM.load(str(DEMO_TARGET), "cpu", "float32"))
+    tiny_checkpoint("mistral", tmp_path, seed=1)
+    assert not fits(CausalLM.load(str(tmp_path), "cpu", "bfloat16"))
+
+
+def test_float32_is_left_as_it_is() -> None:
+    assert not can_pack(torch.zeros(2, 2))
+    assert can_pack(torch.zeros(2, 2, dtype=torch.bfloat16))
+
+
+def test_the_self_test_sees_packing_that_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalLM.load(str(DEMO_TARGET), "cpu", "bfloat16")
+    pack = model.pack
+
+    def pack_wrongly() -> None:
+        pack()
+        assert model._packed is not None
+        model._packed._scale *= 2
+
+    monkeypatch.setattr(model, "pack", pack_wrongly)
+    with pytest.raises(StartupError, match="differ"):
+        self_test(model, runner(model))
