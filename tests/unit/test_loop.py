@@ -19,6 +19,7 @@ TIMEOUT = 30.0
 
 class ScriptedScheduler:
     def __init__(self) -> None:
+        self.is_empty = True
         self.num_checks = 0
         self.checked = threading.Event()
         self.broken = False
@@ -130,6 +131,19 @@ def test_blocks_are_checked_once_whenever_work_runs_out() -> None:
         bench.loop.submit(lambda: bench.add_work(1))
         bench.outcomes.get(timeout=TIMEOUT)
     assert 1 <= bench.engine.scheduler.num_checks <= 3
+
+
+def test_blocks_are_not_checked_in_a_pause_of_sequences_that_go_on() -> None:
+    with running() as bench:
+        assert bench.engine.scheduler.checked.wait(TIMEOUT)  # empty from the start
+        bench.engine.scheduler.is_empty = False
+        for _ in range(2):
+            bench.loop.submit(lambda: bench.add_work(1))
+            bench.outcomes.get(timeout=TIMEOUT)
+        done = threading.Event()
+        bench.loop.submit(done.set)
+        assert done.wait(TIMEOUT)
+    assert bench.engine.scheduler.num_checks == 1
 
 
 def test_stop_ends_after_the_step_it_is_in() -> None:
