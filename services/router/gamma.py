@@ -133,6 +133,10 @@ class GammaController:
             return min(2, self._max_num_draft_tokens)
         return best
 
+    def pays(self, acceptance_rate: float, load: int) -> bool:
+        """Whether drafting promises more than plain decoding now; offers no probe."""
+        return self._best(acceptance_rate, load, _known(self._round_factors, load)) > 0
+
     def observe_round(self, load: int, num_draft_tokens: int, seconds: float) -> None:
         """A round of γ draft tokens among `load` sequences took that long, from asking the drafter to the result."""
         self._last_round = self._clock()

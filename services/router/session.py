@@ -179,7 +179,12 @@ class SequenceSession:
                 self._draft.release()
 
     def _prefill_draft(self) -> None:
-        if self._draft is not None and self._num_draft_tokens() > 0:
+        """Has the drafter take in the prompt while the target does, if rounds are likely to follow."""
+        gamma = self._session.fleet.gamma(self._lane.link)
+        if self._draft is None or gamma is None:
+            return
+        fixed = self._options.num_draft_tokens is not None
+        if fixed or gamma.pays(self._acceptance.rate, self._lane.link.num_lanes):
             self._draft.prefill(self._token_ids, current_traceparent())
 
     async def _next_result(self, last: LaneResult) -> LaneResult:

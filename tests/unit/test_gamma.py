@@ -219,6 +219,17 @@ def test_steps_that_take_longer_than_thought_make_drafting_pay() -> None:
     assert c.choose(0.8, 1) > 0
 
 
+def test_whether_drafting_pays_is_said_without_spending_a_probe() -> None:
+    clock = Clock()
+    c = controller(flat(0.02), flat(0.001), clock)
+    assert c.pays(0.8, 1)
+    assert not c.pays(0.0, 1)
+    clock.now += 3600
+    assert not c.pays(0.0, 1)
+    assert c.choose(0.0, 1) == 2  # the probe is still there
+    assert c.choose(0.0, 1) == 0
+
+
 def test_no_probe_when_no_drafter_could_pay() -> None:
     clock = Clock()
     c = controller(linear(0.01), flat(0.0), clock)
