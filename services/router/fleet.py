@@ -86,7 +86,7 @@ class Fleet:
             async with asyncio.timeout(seconds), self.changed:
                 await self.changed.wait_for(lambda: self.usable)
         except TimeoutError as error:
-            raise Unavailable(f"no target worker came back within {seconds:g} s") from error
+            raise Unavailable("no target worker came back in time") from error
 
     async def place(self, token_ids: Sequence[int], cache_salt: bytes) -> tuple[TargetLink, int]:
         """The worker to prefill these tokens on, and the leading blocks the index says it holds.

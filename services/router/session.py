@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from opentelemetry import trace
 from outrider.v1 import inference_pb2, target_pb2
@@ -103,9 +104,12 @@ class Session:
 
     async def prefill_again(self, token_ids: Sequence[int], params: SamplingParams) -> TargetLane:
         """A new lane for a sequence whose worker was lost, on another worker or on the same one, back up."""
-        await self.fleet.wait_until_usable(self._failover_seconds)
-        [lane] = await self.prefill(token_ids, [params])
-        return lane
+        deadline = time.monotonic() + self._failover_seconds
+        while True:
+            await self.fleet.wait_until_usable(max(0.0, deadline - time.monotonic()))
+            with suppress(Unavailable):  # it was lost again before the sequence was placed there
+                [lane] = await self.prefill(token_ids, [params])
+                return lane
 
     def draft_lane(self, params: SamplingParams) -> DraftLane | None:
         if self.fleet.draft is None or not self.options.speculation_enabled or self.options.num_draft_tokens == 0:

@@ -383,7 +383,7 @@ async def test_no_worker_back_in_time_is_unavailable() -> None:
         running = asyncio.create_task(s.generate(greedy(3, n=2)))
         await until(lambda: s.target.num_sequences == 2, "prefill arrived")
         await s.target.stop()
-        with pytest.raises(grpc.aio.AioRpcError, match=r"no target worker came back within 0\.1 s") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no target worker came back in time") as caught:
             await running
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await s.until_idle()
