@@ -148,8 +148,8 @@ class SequenceSession:
         self._num_rounds = 0
         # Draft tokens that γ's controller wants in the next round, until it begins.
         self._wanted = 0
-        # Draft tokens of the latest round that were not kept.
-        self._rejected: list[int] = []
+        # Draft tokens of the latest round.
+        self._drafted: list[int] = []
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         gamma = session.fleet.gamma(lane.link)
         self._acceptance = Acceptance(None if gamma is None else gamma.acceptance)
@@ -231,8 +231,7 @@ class SequenceSession:
         drafted = entry.result.num_draft_tokens
         if drafted:
             self._acceptance.observe(drafted, entry.result.num_accepted)
-            self._session.usage.round_verified(drafted, entry.result.num_accepted)
-            self._rejected = list(proposal.token_ids)[entry.result.num_accepted :] if proposal is not None else []
+            self._drafted = list(proposal.token_ids) if proposal is not None else []
             gamma = self._session.fleet.gamma(lane.link)
             if gamma is not None and entry.stats.num_tokens <= 2 * load * (drafted + 1):
                 gamma.observe_round(load, drafted, entry.received - began)
@@ -270,7 +269,12 @@ class SequenceSession:
                 inference_pb2.FINISH_REASON_STOP if ended_by_text else inference_pb2.FINISH_REASON_LENGTH
             )
         self._token_ids += tokens
-        self._session.usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
+        usage = self._session.usage
+        usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
+        # What a stop string cut off is no output, and so not accepted.
+        num_kept = min(result.num_accepted, len(tokens))
+        if result.num_draft_tokens:
+            usage.round_verified(result.num_draft_tokens, result.num_accepted, num_kept)
         chunk = inference_pb2.GenerateResponse(
             index=self._params.sequence_index,
             text=text,
@@ -279,11 +283,15 @@ class SequenceSession:
             finish_reason=self._finish_reason,
         )
         if self._options.include_draft_tokens:
-            self._show_draft(chunk, result, tokens)
+            self._show_draft(chunk, result, tokens, num_kept)
         return chunk
 
     def _show_draft(
-        self, chunk: inference_pb2.GenerateResponse, result: target_pb2.StepResult, tokens: Sequence[int]
+        self,
+        chunk: inference_pb2.GenerateResponse,
+        result: target_pb2.StepResult,
+        tokens: Sequence[int],
+        num_kept: int,
     ) -> None:
         """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
         if result.num_draft_tokens == 0:
@@ -292,10 +300,10 @@ class SequenceSession:
             last = inference_pb2.TOKEN_ORIGIN_BONUS
         else:
             last = inference_pb2.TOKEN_ORIGIN_RECOVERED
-        shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[: result.num_accepted]]
+        shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[:num_kept]]
         if result.num_draft_tokens:
-            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in self._rejected]
-        shown += [(token, last) for token in tokens[result.num_accepted :]]
+            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in self._drafted[num_kept:]]
+        shown += [(token, last) for token in tokens[num_kept:]]
         for token, origin in shown:
             chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)
 

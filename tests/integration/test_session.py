@@ -45,6 +45,7 @@ from tests.support.fake_workers import (
     plain_output,
 )
 from tests.support.models import byte_tokenizer
+from tests.support.usage import check_usage
 
 TOKENIZER = byte_tokenizer()
 FINGERPRINT = vocabulary_fingerprint(TOKENIZER.get_vocab())
@@ -75,6 +76,7 @@ class Output:
             self.finish[chunk.index] = chunk.finish_reason
         if chunk.HasField("usage"):
             self.usage = chunk.usage
+            check_usage(chunk.usage, sum(map(len, self.tokens.values())), self.draft_tokens)
 
 
 @dataclass
@@ -281,6 +283,19 @@ async def test_stop_token_and_stop_string_end_a_sequence(num_draft_tokens: int) 
         assert output.text == {0: text[: text.index(stop)]}
         assert output.tokens == {0: GREEDY[: text.index(stop) + 2]}
         assert output.finish == {0: inference_pb2.FINISH_REASON_STOP}
+        await s.until_idle()
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+async def test_what_a_stop_string_cuts_off_is_not_counted(cut: int) -> None:
+    """Each request ends in another place of the drafts that were accepted; `check_usage` holds its usage to it."""
+    text = str(TOKENIZER.decode(GREEDY))
+    async with stack() as s:
+        output = await s.generate(greedy(8, stop=[text[cut : cut + 2]], include_draft_tokens=True))
+        end = text.index(text[cut : cut + 2]) + 2
+        assert output.tokens == {0: GREEDY[:end]}
+        shown = [each.token_id for each in output.draft_tokens if each.origin != inference_pb2.TOKEN_ORIGIN_REJECTED]
+        assert shown == GREEDY[:end]
         await s.until_idle()
 
 

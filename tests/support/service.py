@@ -13,6 +13,7 @@ from outrider.v1 import draft_pb2_grpc, inference_pb2, inference_pb2_grpc, targe
 
 from services.cli.stack import Stack, StackSettings
 from shared.rpc.channel import connect
+from tests.support.usage import check_usage
 
 IDLE_SECONDS = 30.0
 _POLL_SECONDS = 0.05
@@ -76,8 +77,8 @@ def request(prompt: str | Sequence[int], *, gamma: int | None = None, **fields: 
 
 
 async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None) -> Generated:
-    """Reads a stream to its end, and holds it to the protocol: nothing behind a sequence's finish reason, usage on
-    the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call does."""
+    """Reads a stream to its end, and holds it to the protocol: nothing behind a sequence's finish reason, a true
+    usage (`check_usage`) on the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call does."""
     outputs: dict[int, Output] = {}
     usage: inference_pb2.Usage | None = None
     async for chunk in call:
@@ -95,7 +96,10 @@ async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk:
     assert usage is not None, "the stream ended without its usage"
     assert sorted(outputs) == list(range(len(outputs)))
     assert all(output.finish_reason for output in outputs.values())
-    return Generated([outputs[index] for index in sorted(outputs)], usage)
+    generated = Generated([outputs[index] for index in sorted(outputs)], usage)
+    shown = [token for output in generated.outputs for token in output.draft_tokens]
+    check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown)
+    return generated
 
 
 async def generate(

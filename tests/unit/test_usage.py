@@ -41,7 +41,7 @@ def test_rounds_are_counted_by_position() -> None:
     usage = meter(recorder)
     rounds = [(3, 3), (3, 0), (1, 1), (5, 2), (2, 1)]
     for drafted, accepted in rounds:
-        usage.round_verified(drafted, accepted)
+        usage.round_verified(drafted, accepted, accepted)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (5, 14, 7)
     assert [(entry.drafted, entry.accepted) for entry in told.acceptance_by_position] == [
@@ -53,6 +53,18 @@ def test_rounds_are_counted_by_position() -> None:
     ]
     assert sum(entry.accepted for entry in told.acceptance_by_position) == told.accepted_tokens
     assert recorder.calls == [("round_verified", drafted, accepted) for drafted, accepted in rounds]
+
+
+def test_the_client_is_told_what_was_kept_and_the_metrics_what_was_accepted() -> None:
+    recorder = Recorder()
+    usage = meter(recorder)
+    usage.round_verified(4, 3, 3)
+    usage.round_verified(4, 4, 1)
+    told = usage.to_proto()
+    assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (2, 8, 4)
+    assert [entry.drafted for entry in told.acceptance_by_position] == [2, 2, 2, 2]
+    assert [entry.accepted for entry in told.acceptance_by_position] == [2, 1, 1, 0]
+    assert recorder.calls == [("round_verified", 4, 3), ("round_verified", 4, 4)]
 
 
 def test_tokens_and_times_of_a_request_of_two_sequences(clock: Clock) -> None:
