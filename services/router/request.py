@@ -22,6 +22,7 @@ _MAX_LOGIT_BIAS_ENTRIES = 1024
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_CHARS = 256
 _MAX_STOP_TOKEN_IDS = 64
+_MAX_CHAT_MESSAGES = 4096
 _MAX_SEQUENCES = 16
 _MAX_LOGPROBS = 20
 _MAX_DRAFT_TOKENS = 16
@@ -57,15 +58,26 @@ class GenerateOptions:
     include_draft_tokens: bool
 
 
-def parse_generate(
-    request: inference_pb2.GenerateRequest, tokenizer: TextTokenizer, limits: ModelLimits
-) -> GenerateOptions:
-    """Checks a request against the limits that inference.proto documents; raises InvalidArgument.
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A GenerateRequest with nothing left to check but the prompt's tokens. `params` lack what depends on them."""
 
-    Tokenizes, which for a long prompt takes long: off the event loop, call it through `asyncio.to_thread`.
+    request: inference_pb2.GenerateRequest
+    num_sequences: int
+    params: SamplingParams
+    stop_strings: tuple[str, ...]
+    num_draft_tokens: int | None
+
+
+def check_generate(
+    request: inference_pb2.GenerateRequest, tokenizer: TextTokenizer, limits: ModelLimits
+) -> CheckedRequest:
+    """Checks all of a request that can be without tokenizing it; raises InvalidArgument.
+
+    Takes a millisecond or two for the largest requests.
     """
+    _check_prompt_size(request, limits)
     _reject_unknown_fields(request)
-    # All that is cheap to check comes before the prompt is tokenized.
     num_sequences = request.n if request.HasField("n") else 1
     _check_range("n", num_sequences, 1, _MAX_SEQUENCES)
     stop_strings = _stop_strings(request.stop)
@@ -74,18 +86,41 @@ def parse_generate(
     if num_draft_tokens is not None:
         _check_range("speculation.num_draft_tokens", num_draft_tokens, 0, _MAX_DRAFT_TOKENS)
     params = _sampling_params(request, limits)
+    _check_prompt(request, tokenizer, limits)
+    return CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens)
 
+
+def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits: ModelLimits) -> GenerateOptions:
+    """The rest of a request: its prompt's tokens, and what depends on them. Raises InvalidArgument.
+
+    For a long prompt it takes long.
+    """
+    request, speculation = checked.request, checked.request.speculation
     prompt_ids = _prompt_ids(request, tokenizer, limits)
-    params = _with_lengths(params, request, len(prompt_ids), limits)
+    params = _with_lengths(checked.params, request, len(prompt_ids), limits)
     return GenerateOptions(
         prompt_ids=prompt_ids,
-        params=tuple(replace(params, sequence_index=index) for index in range(num_sequences)),
-        stop_strings=stop_strings,
+        params=tuple(replace(params, sequence_index=index) for index in range(checked.num_sequences)),
+        stop_strings=checked.stop_strings,
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=checked.num_draft_tokens,
         include_usage=request.include_usage if request.HasField("include_usage") else True,
         include_draft_tokens=request.include_draft_tokens,
     )
+
+
+def parse_generate(
+    request: inference_pb2.GenerateRequest, tokenizer: TextTokenizer, limits: ModelLimits
+) -> GenerateOptions:
+    """Checks a request against the limits that inference.proto documents, and tokenizes it; raises InvalidArgument."""
+    return tokenize_generate(check_generate(request, tokenizer, limits), tokenizer, limits)
+
+
+def check_tokenize(request: inference_pb2.TokenizeRequest, tokenizer: TextTokenizer, limits: ModelLimits) -> None:
+    """Checks all of a request that can be without tokenizing it; raises InvalidArgument as `check_generate` would."""
+    _check_prompt_size(request, limits)
+    _reject_unknown_fields(request)
+    _check_prompt(request, tokenizer, limits)
 
 
 def parse_tokenize(
@@ -95,21 +130,63 @@ def parse_tokenize(
 
     An empty text has no tokens, which is an answer here.
     """
-    _reject_unknown_fields(request)
-    return _tokenize(request, tokenizer, limits)
+    check_tokenize(request, tokenizer, limits)
+    return _tokenize(request, tokenizer)
+
+
+def _check_prompt_size(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, limits: ModelLimits
+) -> None:
+    """What a prompt is made of, before anything walks over it."""
+    kind = request.WhichOneof("prompt")
+    if kind == "chat":
+        _check_count("chat.messages", request.chat.messages, _MAX_CHAT_MESSAGES, "messages")
+        num_bytes = request.chat.ByteSize()
+        if num_bytes > limits.max_prompt_bytes:
+            raise InvalidArgument("chat", f"{num_bytes} bytes", f"at most {limits.max_prompt_bytes} bytes")
+    elif kind == "text":
+        # UTF-8 has at least as many bytes as characters, so most giants need not be encoded to be measured.
+        text = request.text
+        if len(text) > limits.max_prompt_bytes or len(text.encode()) > limits.max_prompt_bytes:
+            raise InvalidArgument("text", text, f"at most {limits.max_prompt_bytes} bytes of UTF-8")
+
+
+def _check_prompt(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    tokenizer: TextTokenizer,
+    limits: ModelLimits,
+) -> None:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        names = [field.name for field in request.DESCRIPTOR.oneofs_by_name["prompt"].fields]
+        raise InvalidArgument("prompt", None, f"given, as one of {', '.join(names)}")
+    if isinstance(request, inference_pb2.GenerateRequest) and kind == "token_ids":
+        _check_num_tokens("token_ids", len(request.token_ids.ids), limits)
+    if kind == "chat":
+        messages = request.chat.messages
+        if not messages:
+            raise InvalidArgument("chat.messages", "0 messages", "at least 1 message")
+        for index, message in enumerate(messages):
+            if not message.role:
+                raise InvalidArgument(f"chat.messages[{index}].role", message.role, "at least 1 character")
+        if not tokenizer.has_chat_template:
+            raise InvalidArgument(
+                "chat", f"{len(messages)} messages", "text or token_ids: this model has no chat template"
+            )
 
 
 def _prompt_ids(
     request: inference_pb2.GenerateRequest, tokenizer: TextTokenizer, limits: ModelLimits
 ) -> tuple[int, ...]:
     """The prompt's token ids: at least one, all known, and fewer than the context."""
-    if request.WhichOneof("prompt") != "token_ids":
-        field = request.WhichOneof("prompt") or "prompt"
-        prompt_ids: Sequence[int] = _tokenize(request, tokenizer, limits)
-    else:
-        field = "token_ids"
-        prompt_ids = request.token_ids.ids
-    num_tokens = len(prompt_ids)
+    field = request.WhichOneof("prompt") or "prompt"
+    prompt_ids = tuple(request.token_ids.ids) if field == "token_ids" else _tokenize(request, tokenizer)
+    _check_num_tokens(field, len(prompt_ids), limits)
+    _check_token_ids(field, prompt_ids, limits.vocab_size)
+    return prompt_ids
+
+
+def _check_num_tokens(field: str, num_tokens: int, limits: ModelLimits) -> None:
     if num_tokens == 0:
         raise InvalidArgument(field, "0 tokens", "a prompt of at least 1 token")
     if num_tokens >= limits.max_context:
@@ -118,46 +195,19 @@ def _prompt_ids(
             f"{num_tokens} tokens",
             f"at most {limits.max_context - 1} tokens, to leave room for output in a context of {limits.max_context}",
         )
-    _check_token_ids(field, prompt_ids, limits.vocab_size)
-    return tuple(prompt_ids)
 
 
 def _tokenize(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
-    tokenizer: TextTokenizer,
-    limits: ModelLimits,
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tokenizer: TextTokenizer
 ) -> tuple[int, ...]:
-    kind = request.WhichOneof("prompt")
-    if kind == "text":
-        # UTF-8 has at least as many bytes as characters, so most giants need not be encoded to be measured.
-        text = request.text
-        if len(text) > limits.max_prompt_bytes or len(text.encode()) > limits.max_prompt_bytes:
-            raise InvalidArgument("text", text, f"at most {limits.max_prompt_bytes} bytes of UTF-8")
-        return tokenizer.encode(text)
-    if kind == "chat":
-        return _tokenize_chat(request.chat, tokenizer, limits)
-    names = [field.name for field in request.DESCRIPTOR.oneofs_by_name["prompt"].fields]
-    raise InvalidArgument("prompt", None, f"given, as one of {', '.join(names)}")
-
-
-def _tokenize_chat(chat: inference_pb2.Chat, tokenizer: TextTokenizer, limits: ModelLimits) -> tuple[int, ...]:
-    num_bytes = chat.ByteSize()
-    if num_bytes > limits.max_prompt_bytes:
-        raise InvalidArgument("chat", f"{num_bytes} bytes", f"at most {limits.max_prompt_bytes} bytes")
-    if not chat.messages:
-        raise InvalidArgument("chat.messages", "0 messages", "at least 1 message")
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            raise InvalidArgument(f"chat.messages[{index}].role", message.role, "at least 1 character")
-    if not tokenizer.has_chat_template:
-        raise InvalidArgument(
-            "chat", f"{len(chat.messages)} messages", "text or token_ids: this model has no chat template"
-        )
+    if request.WhichOneof("prompt") == "text":
+        return tokenizer.encode(request.text)
+    messages = request.chat.messages
     try:
-        return tokenizer.encode_chat([{"role": message.role, "content": message.content} for message in chat.messages])
+        return tokenizer.encode_chat([{"role": message.role, "content": message.content} for message in messages])
     except ChatTemplateError as error:
         raise InvalidArgument(
-            "chat.messages", f"{len(chat.messages)} messages", f"what the model's chat template accepts ({error})"
+            "chat.messages", f"{len(messages)} messages", f"what the model's chat template accepts ({error})"
         ) from error
 
 
@@ -237,6 +287,8 @@ def _check_count(field: str, entries: Collection[object], limit: int, noun: str)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if max(token_ids, default=0) < vocab_size:
+        return
     for index, token_id in enumerate(token_ids):
         _check_token_id(f"{field}[{index}]", token_id, vocab_size)
 

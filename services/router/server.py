@@ -7,21 +7,23 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
 from services.router.admission import Admission
 from services.router.fleet import Fleet
-from services.router.request import ModelLimits, parse_generate, parse_tokenize
+from services.router.request import ModelLimits, check_generate, check_tokenize, parse_tokenize, tokenize_generate
 from services.router.session import Session
 from services.router.settings import RouterSettings
 from services.router.tenants import Tenants
 from services.router.tokenizer import TextTokenizer
+from services.router.tokenizer_pool import TokenizerPool
 from services.router.usage import UsageMeter
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.rpc.deadline import remaining
+from shared.rpc.edge import request_bytes
 from shared.rpc.errors import DeadlineExceeded, to_status
 from shared.rpc.server import RpcServer
 from shared.telemetry.attributes import (
@@ -42,12 +44,17 @@ logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
-# Shorter prompts are tokenized at once; a thread would cost more than it saves.
-_SHORT_PROMPT_BYTES = 16 * 1024
+# Shorter requests are checked and tokenized at once; a thread would cost more than it saves.
+_SHORT_REQUEST_BYTES: Final = 4 * 1024
+# Of the threads that tokenize one is always left to Generate.
+_MAX_TOKENIZE_RUNNING: Final = 1
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Generate: authenticate, check, admit, then run a `Session`."""
+    """Generate: check, admit, tokenize, then run a `Session`. Callers were let in by `Tenants` before (`serve`).
+
+    In line, requests stand behind those of their own tenant, or without API keys of their own connection.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         telemetry: Telemetry,
     ) -> None:
         self.admission = Admission(settings.max_running, settings.max_waiting)
+        self._tokenize_admission = Admission(_MAX_TOKENIZE_RUNNING, settings.max_waiting)
+        self._tokenizer_pool = TokenizerPool()
         self._settings = settings
         self._tokenizer = tokenizer
         self._fleet = fleet
@@ -87,19 +96,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             usage.finished(error_type)
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context, usage: UsageMeter) -> None:
-        cache_salt = self._tenants.cache_salt(self._authenticate(context))
-        limits = self._limits()
-        with self._telemetry.span("tokenize"):
-            options = await _tokenizing(request, lambda: parse_generate(request, self._tokenizer, limits))
-        async with self.admission.slot(context.peer(), None):
-            usage.admitted(len(options.prompt_ids))
+        tenant, limits = self._tenant(context), self._limits()
+        checked = await _checked(lambda: check_generate(request, self._tokenizer, limits))
+        async with self.admission.slot(tenant or context.peer(), None, checked.num_sequences) as release:
+            usage.admitted()
+            with self._telemetry.span("tokenize"):
+                options = await self._tokenized(lambda: tokenize_generate(checked, self._tokenizer, limits))
+            usage.prompt_tokenized(len(options.prompt_ids))
             session = Session(
                 options,
                 self._fleet,
                 self._tokenizer,
                 usage,
                 self._telemetry,
-                cache_salt,
+                self._tenants.cache_salt(tenant),
                 self._settings.failover_seconds,
             )
             with self._telemetry.span(
@@ -111,21 +121,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     GEN_AI_USAGE_INPUT_TOKENS: len(options.prompt_ids),
                 },
             ) as span:
-                await session.run(context.write)
+                # The places are free again when generation ends, whenever the client reads the last of it.
+                await session.run(context.write, release)
                 span.set_attribute(GEN_AI_USAGE_OUTPUT_TOKENS, usage.to_proto().output_tokens)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        self._authenticate(context)
-        limits = self._limits()
-        token_ids = await _tokenizing(request, lambda: parse_tokenize(request, self._tokenizer, limits))
-        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+        tenant, limits = self._tenant(context), self._limits()
+        await _checked(lambda: check_tokenize(request, self._tokenizer, limits))
+
+        def tokenize() -> inference_pb2.TokenizeResponse:
+            return inference_pb2.TokenizeResponse(token_ids=parse_tokenize(request, self._tokenizer, limits))
+
+        if _is_short():
+            return tokenize()
+        async with self._tokenize_admission.slot(tenant or context.peer(), remaining(context)):
+            return await self._tokenizer_pool.run(tokenize)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
-        self._authenticate(context)
+        self._tenant(context)
         model, draft = self._fleet.model, self._fleet.draft
         return inference_pb2.GetModelInfoResponse(
             model=model.model,
@@ -137,7 +154,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             has_chat_template=self._tokenizer.has_chat_template,
         )
 
-    def _authenticate(self, context: Context) -> str:
+    def _tenant(self, context: Context) -> str:
         return self._tenants.authenticate(tuple(context.invocation_metadata() or ()))
 
     def _limits(self) -> ModelLimits:
@@ -149,13 +166,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             max_prompt_bytes=self._settings.max_prompt_bytes,
         )
 
+    async def _tokenized(self, tokenize: Callable[[], T]) -> T:
+        return tokenize() if _is_short() else await self._tokenizer_pool.run(tokenize)
 
-async def _tokenizing(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, parse: Callable[[], T]
-) -> T:
-    if request.ByteSize() <= _SHORT_PROMPT_BYTES:
-        return parse()
-    return await asyncio.to_thread(parse)
+
+async def _checked(check: Callable[[], T]) -> T:
+    """What `check` returns. Of a large request it walks over thousands of fields, so not on the event loop."""
+    return check() if _is_short() else await asyncio.to_thread(check)
+
+
+def _is_short() -> bool:
+    """Whether the request being handled is."""
+    return request_bytes.get() <= _SHORT_REQUEST_BYTES
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -177,7 +199,12 @@ async def serve(settings: RouterSettings) -> None:
         settings.redis_url,
     )
     servicer = InferenceServicer(settings, tokenizer, fleet, tenants, telemetry)
-    server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
+    server = RpcServer(
+        f"{settings.host}:{settings.port}",
+        telemetry,
+        authenticate=tenants.authenticate,
+        max_request_bytes=settings.max_request_bytes,
+    )
     server.add("outrider.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
     await server.start()
     fleet.start()

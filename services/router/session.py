@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from opentelemetry import trace
 from outrider.v1 import inference_pb2, target_pb2
 
+from services.router.chunk_queue import ChunkQueue, Write
 from services.router.detokenizer import Detokenizer
 from services.router.draft_link import DraftLane
 from services.router.fleet import Fleet
@@ -37,8 +38,6 @@ _REFILL_BELOW = 8
 # Prefills of a sequence in a row that may fail before the request does.
 _MAX_FAILURES = 4
 
-Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-
 
 class Session:
     """A request that was admitted. `run` writes its chunks, and leaves nothing behind on any worker."""
@@ -61,22 +60,25 @@ class Session:
         self._cache_salt = cache_salt
         self._failover_seconds = failover_seconds
         self._num_open = len(options.params)
-        # Without limit, but for max_tokens: a client that reads slowly must not hold KV blocks idle meanwhile.
-        self._chunks: asyncio.Queue[inference_pb2.GenerateResponse | None] = asyncio.Queue()
+        # A client that reads slowly does not hold KV blocks idle meanwhile.
+        self._chunks = ChunkQueue()
 
-    async def run(self, write: Write) -> None:
-        """Generates all sequences. Raises Unavailable or Internal when workers fail for good."""
+    async def run(self, write: Write, generated: Callable[[], None]) -> None:
+        """Generates all sequences; calls `generated` when that is over, well or not, and writing may still go on.
+
+        Raises Unavailable or Internal when workers fail for good, Aborted when the client does not read.
+        """
         generating = asyncio.create_task(self._generate())
+        generating.add_done_callback(lambda _: generated())
         try:
-            while (chunk := await self._chunks.get()) is not None:
-                await write(chunk)
+            await self._chunks.write_to(write)
             await generating
         finally:
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
 
     async def _generate(self) -> None:
-        """Runs all sequences, and puts their chunks in the queue, None at the end."""
+        """Runs all sequences, and puts their chunks in the queue."""
         lanes: list[TargetLane] = []
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -92,7 +94,7 @@ class Session:
             # A task cancelled before its first step has released nothing.
             for lane in lanes:
                 lane.release()
-            self._chunks.put_nowait(None)
+            self._chunks.end()
 
     async def prefill(self, token_ids: Sequence[int], params: Sequence[SamplingParams]) -> list[TargetLane]:
         """Places these tokens on a target worker, a lane for each of `params`."""
@@ -128,7 +130,7 @@ class Session:
             self._num_open -= 1
             if self._num_open == 0 and self.options.include_usage:
                 chunk.usage.CopyFrom(self.usage.to_proto())
-        self._chunks.put_nowait(chunk)
+        self._chunks.put(chunk)
 
 
 class SequenceSession:

@@ -25,6 +25,12 @@ def _comma_separated_pairs(value: Any) -> Any:
     return {name: key for name, _, key in pairs}
 
 
+# A varint of a vocabulary of up to 2**21 tokens, packed.
+_BYTES_PER_TOKEN_ID = 3
+# Stop strings (16 of 256 characters), logit_bias (1024 entries) and the rest take less than 40 KiB.
+_OTHER_FIELDS_BYTES = 64 * 1024
+
+
 class RouterSettings(ServiceSettings):
     """The router: its workers, its limits and its tenants."""
 
@@ -41,7 +47,7 @@ class RouterSettings(ServiceSettings):
         pattern=r"^(rediss?|unix)://.+",
         description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
     )
-    max_running: int = Field(default=64, ge=1, description="Requests served at once.")
+    max_running: int = Field(default=64, ge=1, description="Sequences served at once (a request has n).")
     max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; beyond, RESOURCE_EXHAUSTED.")
     max_num_draft_tokens: int = Field(
         default=8, ge=0, le=16, description="Most draft tokens in a round of adaptive length, 0 to 16."
@@ -57,4 +63,14 @@ class RouterSettings(ServiceSettings):
         min_length=16,
         description="Secret of 16 characters or more that tenants' cache salts derive from; unset: drawn at start.",
     )
-    max_prompt_bytes: int = Field(default=1 << 20, ge=1, description="Longest prompt, in bytes.")
+    max_prompt_bytes: int = Field(
+        default=1 << 20, ge=1, description="Longest prompt: bytes of text or chat, or token ids."
+    )
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Longest request on the wire: that of a prompt of `max_prompt_bytes` token ids, and all else at its limit.
+
+        So of any prompt that its text may have, since no token has less than a byte of it, whatever the context.
+        """
+        return self.max_prompt_bytes * _BYTES_PER_TOKEN_ID + _OTHER_FIELDS_BYTES

@@ -24,9 +24,12 @@ class UsageMeter:
     def seconds(self) -> float:
         return time.monotonic() - self._arrival
 
-    def admitted(self, num_prompt_tokens: int) -> None:
-        self._usage.prompt_tokens = num_prompt_tokens
+    def admitted(self) -> None:
+        """The request has left the line."""
         self._metrics.admitted(self.seconds)
+
+    def prompt_tokenized(self, num_prompt_tokens: int) -> None:
+        self._usage.prompt_tokens = num_prompt_tokens
 
     def tokens_committed(self, sequence_index: int, num_tokens: int, cached_tokens: int) -> None:
         """`cached_tokens` counts once: for the first sequence's first result, not for later prefills."""

@@ -1,12 +1,14 @@
-"""What stands between grpc and a service's handlers: spans, errors to statuses, and the drain's count."""
+"""What stands between grpc and a service's handlers: authentication, decoding, spans, errors to statuses, the drain."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -14,8 +16,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared.rpc.errors import Unavailable, to_status
-from shared.rpc.malformed import malformed_request
+from shared.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted, RpcStatus, Unavailable, to_status
+from shared.rpc.malformed import check_fields, malformed_request
 from shared.telemetry.attributes import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
 from shared.telemetry.tracing import Telemetry
 
@@ -25,9 +27,23 @@ _ServicerContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # Request (or request iterator) and context in; the response out, or None from one that writes a stream.
 _Behavior: TypeAlias = Callable[[Any, _ServicerContext], Awaitable[Any]]
+Authenticate: TypeAlias = Callable[[Iterable[tuple[str, str | bytes]]], object]
+"""Raises an OutriderError for a call whose metadata does not let it in."""
 
-# Health and reflection: neither traced nor refused nor waited for.
+request_bytes: Final[ContextVar[int]] = ContextVar("request_bytes")
+"""Length on the wire of the request being handled; of a stream of requests it is not set."""
+
+# Health and reflection: neither traced nor refused nor waited for, and open to anyone.
 _INFRASTRUCTURE = "/grpc."
+# Names of services and symbols are all that is asked for.
+_MAX_INFRASTRUCTURE_BYTES = 4 * 1024
+_MAX_INFRASTRUCTURE_RPCS = 256
+# Decoded at once; a larger request is worth a thread, since protobuf takes up to 0.2 µs a byte.
+_INLINE_BYTES = 16 * 1024
+# Large requests that may wait for their decoding; each is held in memory meanwhile.
+_MAX_DECODING = 64
+# A caller that reads nothing keeps its status from being sent; its RPC ends all the same.
+_STATUS_SECONDS = 5.0
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -35,22 +51,31 @@ _propagator = TraceContextTextMapPropagator()
 class Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler of our own services; they must be coroutine or async generator functions.
 
+    - `authenticate`, if there is one, sees a call's metadata before a byte of its request is read.
+    - A request is decoded off the event loop unless it is small, and refused if it is made of too many
+      fields. One that cannot be decoded is INVALID_ARGUMENT.
     - A span for each RPC, child of the caller's W3C context. Not for bidirectional streams: they
       carry many requests and live for hours, so their messages have a trace context each.
-    - An exception becomes a status (`shared.rpc.errors`), and with INTERNAL a logged traceback. A
-      request that cannot be decoded is INVALID_ARGUMENT.
+    - An exception becomes a status (`shared.rpc.errors`), and with INTERNAL a logged traceback.
     - A streaming handler written as a generator is closed when its RPC ends, however it ends. (grpc
       leaves it to the garbage collector.)
     - After `refuse()`, new RPCs get UNAVAILABLE; `idle` is set while none is running.
+
+    Health and reflection are open to anyone, and so bounded in the size of requests and in their number.
     """
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, authenticate: Authenticate | None = None) -> None:
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_active = 0
         self._telemetry = telemetry
+        self._authenticate = authenticate
         self._refusing = False
         self._wrapped: dict[str, _Handler] = {}
+        self._num_infrastructure = 0
+        self._num_decoding = 0
+        # One at a time: threads that decode share the interpreter with the event loop.
+        self._decoder = asyncio.Semaphore(1)
 
     def refuse(self) -> None:
         """Answer new RPCs with UNAVAILABLE from now on."""
@@ -63,25 +88,79 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> _Handler | None:
         method = handler_call_details.method
         handler = await continuation(handler_call_details)
-        if handler is None or method.startswith(_INFRASTRUCTURE):
-            return handler
+        if handler is None:
+            return None
+        infrastructure = method.startswith(_INFRASTRUCTURE)
+        if self._authenticate is not None and not infrastructure:
+            try:
+                self._authenticate(tuple(handler_call_details.invocation_metadata or ()))
+            except OutriderError as error:
+                return self._refusal(method, error)
         if method not in self._wrapped:
-            self._wrapped[method] = self._wrap(method, handler)
+            self._wrapped[method] = self._bounded(handler) if infrastructure else self._wrap(method, handler)
         return self._wrapped[method]
 
+    def _refusal(self, method: str, error: OutriderError) -> _Handler:
+        async def refuse(_: Any, __: _ServicerContext) -> None:
+            raise error
+
+        # As a stream, whatever the method is: of a single request grpc would read all before it calls the handler.
+        return grpc.stream_stream_rpc_method_handler(self._guarded(method, refuse, traced=True))
+
+    def _bounded(self, handler: _Handler) -> _Handler:
+        behavior, deserializer = _behavior(handler), handler.request_deserializer
+        assert deserializer is not None
+
+        def decode(payload: bytes) -> Any:
+            if len(payload) > _MAX_INFRASTRUCTURE_BYTES:
+                raise InvalidArgument("request", f"{len(payload)} bytes", f"at most {_MAX_INFRASTRUCTURE_BYTES} bytes")
+            try:
+                return deserializer(payload)
+            except DecodeError as error:
+                raise InvalidArgument("request", payload, "a well-formed message") from error
+
+        async def decode_each(payloads: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for payload in payloads:
+                yield decode(payload)
+
+        async def bounded(request: Any, context: _ServicerContext) -> Any:
+            self._num_infrastructure += 1
+            try:
+                if self._num_infrastructure > _MAX_INFRASTRUCTURE_RPCS:
+                    raise ResourceExhausted(f"more than {_MAX_INFRASTRUCTURE_RPCS} calls of health and reflection", 1.0)
+                decoded = decode_each(request) if handler.request_streaming else decode(request)
+                return await behavior(decoded, context)
+            except OutriderError as error:
+                status = to_status(error)
+            finally:
+                self._num_infrastructure -= 1
+            return await _abort(context, status)
+
+        return _FACTORIES[handler.request_streaming, handler.response_streaming](
+            bounded, None, handler.response_serializer
+        )
+
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
+        behavior, deserializer = _behavior(handler), handler.request_deserializer
+
+        async def decoded(payload: bytes, context: _ServicerContext) -> Any:
+            request_bytes.set(len(payload))
+            return await behavior(await self._decode(method, deserializer, payload), context)
+
         # A bidirectional stream is not one request.
         traced = not (handler.request_streaming and handler.response_streaming)
-        behavior = _behavior(handler)
-        deserializer = handler.request_deserializer
+        guarded = self._guarded(method, behavior if handler.request_streaming else decoded, traced=traced)
+        # grpc answers UNKNOWN when a deserializer raises, so unary requests are decoded in here.
+        decode = deserializer if handler.request_streaming else None
+        make = _FACTORIES[handler.request_streaming, handler.response_streaming]
+        return make(guarded, decode, handler.response_serializer)
 
+    def _guarded(self, method: str, behavior: _Behavior, *, traced: bool) -> _Behavior:
         async def guarded(request: Any, context: _ServicerContext) -> Any:
             self._started(context)
             try:
                 if self._refusing:
                     raise Unavailable("the server is draining")
-                if not handler.request_streaming:
-                    request = _decode(method, deserializer, request)
                 if not traced:
                     return await _call(method, behavior, request, context)
                 with self._span(method, context) as span:
@@ -100,12 +179,28 @@ class Edge(grpc.aio.ServerInterceptor):
                 raise
             except Exception as error:
                 status = to_status(error)
-                await context.abort(status.code, status.message, status.trailing_metadata)
+            # Out here the error and its frames are gone, with all that they held, however long the status takes.
+            return await _abort(context, status)
 
-        # grpc answers UNKNOWN when a deserializer raises, so unary requests are decoded in here.
-        decode = deserializer if handler.request_streaming else None
-        make = _FACTORIES[handler.request_streaming, handler.response_streaming]
-        return make(guarded, decode, handler.response_serializer)
+        return guarded
+
+    async def _decode(self, method: str, deserializer: Callable[[bytes], Any] | None, payload: bytes) -> Any:
+        if deserializer is None:
+            return payload
+        try:
+            if len(payload) <= _INLINE_BYTES:
+                return deserializer(payload)
+            if self._num_decoding >= _MAX_DECODING:
+                raise ResourceExhausted(f"{self._num_decoding} large requests are being decoded", 1.0)
+            self._num_decoding += 1
+            try:
+                async with self._decoder:
+                    await asyncio.to_thread(check_fields, method, payload)
+                    return await asyncio.to_thread(deserializer, payload)
+            finally:
+                self._num_decoding -= 1
+        except DecodeError as error:
+            raise await asyncio.to_thread(malformed_request, method, payload) from error
 
     def _span(self, method: str, context: _ServicerContext) -> Any:
         metadata = context.invocation_metadata() or ()
@@ -156,13 +251,11 @@ def _behavior(handler: _Handler) -> _Behavior:
     return write_all
 
 
-def _decode(method: str, deserializer: Callable[[bytes], Any] | None, request: bytes) -> Any:
-    if deserializer is None:
-        return request
-    try:
-        return deserializer(request)
-    except DecodeError as error:
-        raise malformed_request(method, request) from error
+async def _abort(context: _ServicerContext, status: RpcStatus) -> None:
+    """Ends the RPC with `status`, which is sent behind what the caller has yet to read."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_STATUS_SECONDS):
+            await context.abort(status.code, status.message, status.trailing_metadata)
 
 
 async def _call(method: str, behavior: _Behavior, request: Any, context: _ServicerContext) -> Any:

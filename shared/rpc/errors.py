@@ -3,6 +3,7 @@
     OutriderError
     ├── InvalidArgument       INVALID_ARGUMENT     a field is out of its limits
     ├── ResourceExhausted     RESOURCE_EXHAUSTED   full; says when to come again
+    ├── Aborted               ABORTED              the caller let its side stall
     ├── Unavailable           UNAVAILABLE          not ready, draining, or a worker is gone
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Unauthenticated       UNAUTHENTICATED
@@ -70,6 +71,12 @@ class ResourceExhausted(OutriderError):
         delay = Duration()
         delay.FromMilliseconds(round(self.retry_after_seconds * 1000))
         return [RetryInfo(retry_delay=delay)]
+
+
+class Aborted(OutriderError):
+    """Ended because of what the caller did not do; the same call may be made again, if it then does."""
+
+    code = grpc.StatusCode.ABORTED
 
 
 class Unavailable(OutriderError):

@@ -40,3 +40,9 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 3_000),
 )
+
+
+def server_options(max_request_bytes: int) -> tuple[tuple[str, int], ...]:
+    """SERVER_OPTIONS with another limit on what is received: a longer message gets RESOURCE_EXHAUSTED from gRPC."""
+    receive = "grpc.max_receive_message_length"
+    return (*(option for option in SERVER_OPTIONS if option[0] != receive), (receive, max_request_bytes))

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import SERVICE_NAME as HEALTH  # type: ignore[import-untyped]
-from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from shared.rpc.edge import Edge
-from shared.rpc.options import SERVER_OPTIONS
+from shared.rpc.edge import Authenticate, Edge
+from shared.rpc.health import Health
+from shared.rpc.options import MAX_MESSAGE_BYTES, server_options
 from shared.telemetry.tracing import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,25 @@ class RpcServer:
     Health (`grpc.health.v1`) is NOT_SERVING for "" and for every service until `set_serving(True)`.
     """
 
-    def __init__(self, address: str, telemetry: Telemetry) -> None:
-        """`address` is "host:port" or "unix:path"; with port 0 the system chooses one at `start`."""
+    def __init__(
+        self,
+        address: str,
+        telemetry: Telemetry,
+        *,
+        authenticate: Authenticate | None = None,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """`address` is "host:port" or "unix:path"; with port 0 the system chooses one at `start`.
+
+        `authenticate` raises for a call that is not let in; of health and reflection it is not asked. A request
+        of more than `max_request_bytes` gets RESOURCE_EXHAUSTED from gRPC itself.
+        """
         self.address = address
-        self._edge = Edge(telemetry)
-        self._server = grpc.aio.server(interceptors=[self._edge], options=SERVER_OPTIONS)
-        self._health = health.HealthServicer()
+        self._edge = Edge(telemetry, authenticate)
+        self._server = grpc.aio.server(interceptors=[self._edge], options=server_options(max_request_bytes))
+        self._health = Health()
         self._services: list[str] = []
+        self._drained = False
 
     def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:
         """Serve `service` (its full name) by `servicer`, with the generated `add_…_to_server` as `register`."""
@@ -71,9 +83,8 @@ class RpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """What health says of "" and of every service; without effect once drained."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", *self._services):
-            await self._health.set(service, status)
+        if not self._drained:
+            self._health.set(("", *self._services), serving=serving)
 
     async def serve(self, draining: Callable[[], Awaitable[None]], grace: float) -> None:
         """Serve until SIGTERM or SIGINT, then `drain`. A second signal cuts the drain short.
@@ -111,7 +122,8 @@ class RpcServer:
         `draining` is called meanwhile, to finish or hand over what long streams still carry. Whatever
         still runs after `grace` seconds is cancelled.
         """
-        await self._health.enter_graceful_shutdown()
+        await self.set_serving(False)
+        self._drained = True
         self._edge.refuse()
         try:
             async with asyncio.timeout(grace) as limit:

@@ -135,6 +135,6 @@ async def test_a_full_queue_says_when_to_come_again(stack: Stack) -> None:
         error = refused[0]
         assert isinstance(error, grpc.aio.AioRpcError)
         assert status(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "1 requests running and 1 waiting" in (error.details() or "")
+        assert "1 of 1 sequences running and 1 of 1 requests waiting" in (error.details() or "")
         assert len((await running).token_ids) == 400
     await wait_until_idle(stack)

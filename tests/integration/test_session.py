@@ -594,7 +594,7 @@ async def test_a_session_cancelled_before_its_first_step_leaves_nothing() -> Non
         async def write(_: inference_pb2.GenerateResponse) -> None:
             raise AssertionError("nothing can have come")
 
-        tasks.append(asyncio.create_task(session.run(write)))
+        tasks.append(asyncio.create_task(session.run(write, lambda: None)))
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
         assert s.fleet.targets[0].num_lanes == 0

@@ -78,7 +78,8 @@ def request(prompt: str | Sequence[int], *, gamma: int | None = None, **fields: 
 
 async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None) -> Generated:
     """Reads a stream to its end, and holds it to the protocol: nothing behind a sequence's finish reason, a true
-    usage (`check_usage`) on the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call does."""
+    usage (`check_usage`) on the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call
+    does."""
     outputs: dict[int, Output] = {}
     usage: inference_pb2.Usage | None = None
     async for chunk in call:

@@ -94,7 +94,7 @@ async def test_a_full_line_refuses_at_once_and_says_when_to_come_again() -> None
     clock = _Clock()
     admission = Admission(2, 3, clock)
     requests = await _start(admission, "x", "x", "x", "x", "x")
-    with pytest.raises(ResourceExhausted, match="2 requests running and 3 waiting") as caught:
+    with pytest.raises(ResourceExhausted, match="2 of 2 sequences running and 3 of 3 requests waiting") as caught:
         await _enter(admission, "x", None)
     # No request has ended yet.
     assert caught.value.retry_after_seconds == 1.0

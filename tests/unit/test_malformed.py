@@ -6,7 +6,9 @@ import pytest
 from google.protobuf.message import DecodeError
 from outrider.v1 import inference_pb2 as pb
 
-from shared.rpc.malformed import malformed_request
+from shared.rpc import malformed
+from shared.rpc.errors import InvalidArgument
+from shared.rpc.malformed import MAX_FIELDS, MAX_SEARCHED_BYTES, check_fields, malformed_request
 
 _GENERATE = "/outrider.v1.Inference/Generate"
 
@@ -49,3 +51,25 @@ def test_bytes_that_are_no_message(payload: bytes) -> None:
     assert error.field == "request"
     assert "a well-formed outrider.v1.GenerateRequest message" in str(error)
     assert len(str(error)) < 500
+
+
+def test_in_a_large_request_the_field_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = b"\x0a\x01\xff" + pb.GenerateRequest(stop=["x" * MAX_SEARCHED_BYTES]).SerializeToString()
+    monkeypatch.setattr(malformed, "_invalid_utf8", lambda *_: pytest.fail("searched"))
+    error = malformed_request(_GENERATE, payload)
+    assert error.field == "request"
+    assert f"({len(payload)} bytes)" in str(error)
+
+
+def test_a_request_may_have_as_many_fields_as_its_limits_need_and_no_more() -> None:
+    largest = pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 4096),
+        logit_bias=dict.fromkeys(range(1024), 1.0),
+        stop=["x"] * 16,
+        stop_token_ids=range(64),
+        speculation=pb.Speculation(enabled=True, num_draft_tokens=1),
+    )
+    check_fields(_GENERATE, largest.SerializeToString())
+    check_fields(_GENERATE, b"\x72\x00" * MAX_FIELDS)
+    with pytest.raises(InvalidArgument, match=rf"^request is .* must be of at most {MAX_FIELDS} fields"):
+        check_fields(_GENERATE, b"\x72\x00" * (MAX_FIELDS + 1))

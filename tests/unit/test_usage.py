@@ -71,7 +71,8 @@ def test_tokens_and_times_of_a_request_of_two_sequences(clock: Clock) -> None:
     recorder = Recorder()
     usage = meter(recorder)
     clock.now += 0.5
-    usage.admitted(7)
+    usage.admitted()
+    usage.prompt_tokenized(7)
     clock.now += 1.5
     usage.tokens_committed(0, 1, cached_tokens=4)
     usage.tokens_committed(1, 1, cached_tokens=3)
