@@ -49,6 +49,11 @@ class KVPool:
     def block_bytes(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
         return shape.num_layers * 2 * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position's key and value in one layer."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.data.element_size()
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any is written."""
         if copies:
