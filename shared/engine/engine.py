@@ -107,7 +107,13 @@ class Engine:
         logits = self._runner.run(plan)
         sampling = [item.sequence for item in plan.scheduled if item.num_rows]
         rows = [
-            SampleRows(sequence.params, sequence.token_ids, sequence.num_prompt_tokens, sequence.proposal)
+            SampleRows(
+                sequence.params,
+                sequence.token_ids,
+                sequence.num_prompt_tokens,
+                sequence.proposal,
+                sequence.token_counts,
+            )
             for sequence in sampling
         ]
         num_draft_tokens = [len(row.proposal) for row in rows]

@@ -22,6 +22,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
+from shared.sampling.token_counts import TokenCounts
 from shared.settings import StartupError
 from tests.support.models import tiny_llama
 
@@ -144,6 +145,34 @@ def test_whatever_is_proposed_the_tokens_are_the_same(
         assert num_accepted == num_drafted
     else:
         assert num_accepted < num_drafted
+
+
+def test_penalties_count_what_transformers_does_whatever_is_proposed(folder: Path, model: CausalLM) -> None:
+    prompt, rng = PROMPTS[4], random.Random(2)
+    oracle: Any = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "repetition_penalty": 3.0}
+    text = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    counted: list[TokenCounts | None] = []
+
+    def sample(logits: Tensor, rows: Tokens[SampleRows]) -> list[SampledTokens]:
+        counted.extend(row.token_counts for row in rows)
+        return verify(logits, rows)
+
+    engine = Engine(model, TargetSettings(model="tiny", num_blocks=40), sample)
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=3.0, max_tokens=NUM_TOKENS, stop_token_ids=model.eos_token_ids
+    )
+    sequence = Sequence(prompt, len(prompt), params, root_hash(engine.fingerprint, b""))
+    engine.scheduler.add(sequence)
+    while sequence.finish is None:
+        guess = text[len(sequence.token_ids) :][: rng.randint(0, 6)]
+        guess = [token if rng.random() < 0.7 else rng.choice(sequence.token_ids) for token in guess]
+        sequence.proposal, sequence.num_steps = Proposal(tuple(guess)), 1
+        drain(engine)
+    assert sequence.token_ids == text
+    # Its own counts go to every sampling: nothing is counted anew.
+    assert all(counts is sequence.token_counts is not None for counts in counted)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=LENGTHS)
