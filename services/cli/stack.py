@@ -20,6 +20,10 @@ from shared.settings import StartupError
 
 LOOPBACK = "127.0.0.1"
 
+# Of one machine's or device's memory: what all workers may take, and the drafter, which is the smaller model.
+_MEMORY_SHARE = 0.9
+_DRAFT_MEMORY_SHARE = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class StackSettings:
@@ -164,8 +168,16 @@ class Stack:
             environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
         environment |= self.settings.environment.get(name, {})
         if service != "router":
+            environment.setdefault(f"OUTRIDER_{service.upper()}_MEMORY_SHARE", str(self._memory_share(service)))
             environment = worker_environment(environment)
         self.processes[name] = ServiceProcess(name, command, environment, address, self._log)
+
+    def _memory_share(self, service: str) -> float:
+        """What a worker may take of the memory that all workers of the stack share."""
+        if service == "draft":
+            return _DRAFT_MEMORY_SHARE
+        rest = _MEMORY_SHARE if self.settings.draft is None else _MEMORY_SHARE - _DRAFT_MEMORY_SHARE
+        return round(rest / self.settings.num_targets, 3)
 
     def _log(self, name: str, line: str) -> None:
         self.lines.append((name, line))

@@ -91,7 +91,7 @@ def _coupled_outcome(draft_ids: Sequence[int], own_ids: Sequence[int]) -> Sample
 def _verify_by_rejection(
     logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """`rejection.accept` for sequences that have neither seed nor temperature 0."""
+    """`rejection.accept` for sequences that are neither greedy nor seeded."""
     probs = sampling_logprobs(logits, rows).exp_()
     proposals = [sequence.proposal for sequence in rows]
     for sequence in rows:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from shared.engine.block_pool import BlockPool
 from shared.engine.kv_pool import KVPool
+from shared.engine.memory import available_memory, device_cache_bytes, host_cache_bytes, measure_device
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import Scheduler, StepPlan
 from shared.engine.self_test import self_test
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
+from shared.sampling.params import SamplingParams
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
 from shared.settings import StartupError
@@ -30,6 +32,8 @@ Sampler = Callable[[Tensor, List[SampleRows]], List[SampledTokens]]
 
 # Batch sizes whose cost is measured at warm-up.
 _MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Longest context at which the memory of a step is measured.
+_MAX_MEASURED_CONTEXT = 1 << 17
 
 
 class Gain(NamedTuple):
@@ -59,10 +63,10 @@ class Engine:
         self.model = model
         self.block_size = settings.block_size
         self.fingerprint = model.fingerprint(settings.block_size)
-        num_blocks = settings.num_blocks or _blocks_that_fit(model, settings)
+        num_blocks = settings.num_blocks or _blocks_that_fit(model, settings, sample)
         try:
             pool = KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError, ValueError) as error:
             raise StartupError(
                 f"{num_blocks} KV blocks cannot be had on {model.device}: lower num_blocks or kv_cache_gib"
             ) from error
@@ -107,7 +111,13 @@ class Engine:
         logits = self._runner.run(plan)
         sampling = [item.sequence for item in plan.scheduled if item.num_rows]
         rows = [
-            SampleRows(sequence.params, sequence.token_ids, sequence.num_prompt_tokens, sequence.proposal)
+            SampleRows(
+                sequence.params,
+                sequence.token_ids,
+                sequence.num_prompt_tokens,
+                sequence.proposal,
+                sequence.token_counts,
+            )
             for sequence in sampling
         ]
         num_draft_tokens = [len(row.proposal) for row in rows]
@@ -119,9 +129,42 @@ class Engine:
         ]
 
 
-def _blocks_that_fit(model: CausalLM, settings: EngineSettings) -> int:
+def _blocks_that_fit(model: CausalLM, settings: EngineSettings, sample: Sampler) -> int:
+    """Raises StartupError if not even two do."""
     block_bytes = KVPool.block_bytes(model.kv_shape, settings.block_size, model.dtype)
-    num_blocks = int(settings.kv_cache_gib * 2**30) // block_bytes
-    if num_blocks < 2:
-        raise StartupError(f"kv_cache_gib is {settings.kv_cache_gib}: a KV block alone takes {block_bytes / 2**30:.3f}")
-    return num_blocks
+    if settings.kv_cache_gib is not None:
+        num_blocks = int(settings.kv_cache_gib * 2**30) // block_bytes
+        if num_blocks < 2:
+            raise StartupError(
+                f"kv_cache_gib is {settings.kv_cache_gib}: a KV block alone takes {block_bytes / 2**30:.3f}"
+            )
+        return num_blocks
+    max_context = min(model.max_context, settings.max_context or model.max_context)
+    if model.device.type == "cuda":
+        memory = measure_device(model.device, lambda: _run_largest_step(model, settings, sample, max_context))
+        num_bytes = device_cache_bytes(memory, settings.memory_share)
+    else:
+        num_bytes = host_cache_bytes(available_memory(), settings.memory_share)
+    if num_bytes < 2 * block_bytes:
+        raise StartupError(
+            f"the free memory of {model.device} leaves {max(0, num_bytes) / 2**30:.3f} GiB for the KV cache, "
+            f"where a block alone takes {block_bytes / 2**30:.3f}: set kv_cache_gib, or free memory"
+        )
+    # More than all sequences could ever hold is of no use.
+    return min(num_bytes // block_bytes, max(2, settings.max_sequences * -(-max_context // settings.block_size)))
+
+
+def _run_largest_step(model: CausalLM, settings: EngineSettings, sample: Sampler, max_context: int) -> None:
+    """A step as large as they come, sampled. Raises StartupError if it cannot be."""
+    num_tokens = min(settings.max_batch_tokens, max_context)
+    pool = KVPool(model.kv_shape, 1, settings.block_size, model.dtype, model.device)
+    try:
+        num_rows = min(num_tokens, settings.max_sequences)
+        logits = ModelRunner(model, pool).run_largest(num_tokens, min(max_context, _MAX_MEASURED_CONTEXT), num_rows)
+        sample(logits, [SampleRows(SamplingParams(top_p=0.9), [0], 1)] * num_rows)
+    except Exception as error:
+        # Out of memory, or whatever unsuitable modelling code raises.
+        raise StartupError(
+            f"model {model.name} cannot be served: a step of max_batch_tokens, {num_tokens}, fails on "
+            f"{model.device} ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 LAYOUT_VERSION = 1
+
+# Bytes of a cache line, which torch's own tensors begin at.
+_ALIGNMENT = 64
 
 
 class KVShape(NamedTuple):
@@ -36,11 +42,8 @@ class KVPool:
         self.shape = shape
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.data = torch.zeros(
-            (num_blocks, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        size = (num_blocks, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim)
+        self.data = _host_zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
         # Views that attention works on: a row is one block's keys (or values) in one layer.
         self._tokens = self.data.view(-1, shape.num_kv_heads, shape.head_dim)
         self._rows = self.data.view(num_blocks * shape.num_layers * 2, -1)
@@ -48,6 +51,11 @@ class KVPool:
     @staticmethod
     def block_bytes(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
         return shape.num_layers * 2 * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position's key and value in one layer."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.data.element_size()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any is written."""
@@ -89,3 +97,14 @@ class KVPool:
         if self.shape.key_head_dim != self.shape.value_head_dim:
             keys, values = keys[..., : self.shape.key_head_dim], values[..., : self.shape.value_head_dim]
         return keys, values
+
+
+def _host_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in RAM that become real page by page when they are first written.
+
+    `torch.zeros` writes them at once: seconds for every GiB, of which most may never be used.
+    """
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).view(size)

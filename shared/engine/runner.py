@@ -59,6 +59,16 @@ class ModelRunner:
                 torch.tensor(rows, dtype=torch.long, device=device),
             )
 
+    def run_largest(self, num_tokens: int, context: int, num_rows: int) -> Tensor:
+        """Logits `[num_rows, vocab_size]` of a prefill chunk at the end of a context as long as that.
+
+        For what it takes of memory: every position's KV is in block 0.
+        """
+        num_tokens = min(num_tokens, context)
+        table = [0] * -(-context // self.pool.block_size)
+        rows = [i % num_tokens for i in range(num_rows)]
+        return self.run_packed([0] * num_tokens, [context - num_tokens], [num_tokens], [table], rows)
+
     def measure(self, batch_sizes: Sequence[int], repeats: int = 3) -> list[tuple[int, float]]:
         """(tokens, seconds): best of `repeats` decodes of that many one-token sequences. Warms up too.
 

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import SampledTokens
+from shared.sampling.token_counts import TokenCounts
 
 
 class Finish(Enum):
@@ -23,7 +24,7 @@ class Sequence:
     `token_ids` are the committed tokens; in a drafter they go on with its own draws, and only the first
     `num_committed` are committed. `proposal` holds draft tokens to verify behind them. `num_steps` is how
     often the sequence may still sample before its owner must speak again; with none left its KV is only
-    computed up to `num_wanted_tokens`.
+    computed up to `num_wanted_tokens`. `token_counts` counts `token_ids` where the request has penalties.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.params = params
+        self.token_counts = TokenCounts(self.token_ids, num_prompt_tokens) if params.penalised else None
         self.root_hash = root_hash
         self.drafting = drafting
         self.num_steps = num_steps
@@ -76,7 +78,8 @@ class Sequence:
         """Known tokens, draft tokens included, at positions start <= position < end."""
         if end <= len(self.token_ids):
             return self.token_ids[start:end]
-        return [*self.token_ids, *self.proposal.token_ids][start:end]
+        known = len(self.token_ids)
+        return self.token_ids[start:] + list(self.proposal.token_ids[max(0, start - known) : end - known])
 
     def advance(self, sampled: SampledTokens) -> SampledTokens:
         """Takes the outcome of a sampling step; returns it cut behind a stop token or at max_tokens.
@@ -88,6 +91,8 @@ class Sequence:
         if not self.drafting:
             tokens = self._until_finish(tokens)
         self.token_ids += tokens
+        if self.token_counts is not None:
+            self.token_counts.add(tokens)
         self.num_computed_tokens = before + min(sampled.num_accepted, len(tokens))
         self.num_steps -= 1
         self.proposal = EMPTY_PROPOSAL
@@ -111,6 +116,9 @@ class Sequence:
                 agreeing = i
                 break
         if agreeing < len(token_ids):
+            if self.token_counts is not None:
+                self.token_counts.remove(self.token_ids[base_length + agreeing :])
+                self.token_counts.add(token_ids[agreeing:])
             self.token_ids[base_length + agreeing :] = token_ids[agreeing:]
             self.num_computed_tokens = min(self.num_computed_tokens, base_length + agreeing)
         self.num_committed = base_length + len(token_ids)

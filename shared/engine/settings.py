@@ -37,7 +37,18 @@ class EngineSettings(ServiceSettings):
         default=16, description="Token positions in a KV block, a power of two from 8 to 256."
     )
     num_blocks: int | None = Field(default=None, ge=2, description="KV blocks; unset: as many as kv_cache_gib holds.")
-    kv_cache_gib: float = Field(default=1.0, gt=0, description="Memory for the KV cache, in GiB.")
+    kv_cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory for the KV cache, in GiB; unset: what memory_share leaves of a CUDA device beside weights "
+        "and a step, or on CPU half that share of free RAM, at most 4.",
+    )
+    memory_share: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of its device's memory that the worker may take while kv_cache_gib is unset.",
+    )
     # A step must be able to verify one sequence's longest draft, 16 tokens, and the one before it.
     max_batch_tokens: int = Field(
         default=512, ge=17, description="Token budget of a step: decodes first, then prefill chunks."

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shared.sampling.params import SamplingParams
 from shared.sampling.rows import SampleRows
+from shared.sampling.token_counts import TokenCounts
 
 # On CPU a nucleus is looked for among so many likeliest tokens before the whole row is sorted.
 _NUCLEUS_WIDTH = 1024
@@ -19,8 +21,7 @@ _NUCLEUS_WIDTH = 1024
 class _Entries:
     """Sparse (row, token id, value) triples of a `[R, V]` tensor, gathered on the host.
 
-    They are kept in arrays because these extend one another by a plain copy: a long history is read
-    once per sequence and costs little for each further row.
+    They are kept in arrays because these extend one another by a plain copy.
     """
 
     def __init__(self) -> None:
@@ -55,9 +56,7 @@ def adjusts(rows: SampleRows) -> bool:
     """Whether `adjust_logits` changes any logits of this sequence."""
     params = rows.params
     return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
+        params.penalised
         or bool(params.logit_bias)
         or (len(rows.token_ids) - rows.num_prompt_tokens < params.min_tokens and bool(params.stop_token_ids))
     )
@@ -80,46 +79,31 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     scores = logits.float()
     if not any(map(adjusts, rows)):
         return scores
-    repeated, present, frequent, biased, stopped = (_Entries() for _ in range(5))
+    penalties: list[_Penalties] = []
+    biased, stopped = _Entries(), _Entries()
     first_row = 0
     for sequence in rows:
         if adjusts(sequence):
-            params, num_prompt_tokens = sequence.params, sequence.num_prompt_tokens
-            repeats = params.repetition_penalty != 1.0
-            counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-            history = array("q", sequence.token_ids if repeats or counts else ())
+            params = sequence.params
+            if params.penalised:
+                penalties.append(_penalties(sequence, first_row, scores.shape[1]))
             bias_ids = array("q", params.logit_bias.keys())
             bias_values = array("f", params.logit_bias.values())
             stop_ids = array("q", sorted(params.stop_token_ids))
             for j in range(sequence.num_rows):
-                row = first_row + j
-                if j and (repeats or counts):
-                    history.append(sequence.proposal.token_ids[j - 1])
-                if repeats:
-                    repeated.add_all(row, history, params.repetition_penalty)
-                if counts:
-                    output = history[num_prompt_tokens:]
-                    present.add_all(row, output, params.presence_penalty)
-                    frequent.add_all(row, output, params.frequency_penalty)
-                biased.add(row, bias_ids, bias_values)
-                if len(sequence.token_ids) + j - num_prompt_tokens < params.min_tokens:
-                    stopped.add_all(row, stop_ids, -math.inf)
+                biased.add(first_row + j, bias_ids, bias_values)
+                if len(sequence.token_ids) + j - sequence.num_prompt_tokens < params.min_tokens:
+                    stopped.add_all(first_row + j, stop_ids, -math.inf)
         first_row += sequence.num_rows
 
     scores = scores.clone() if scores is logits else scores
     flat = scores.view(-1)
-    # A token that occurs twice is written twice with the same value in the first two, and is meant to
-    # be added twice in the third.
-    if (at := repeated.located(scores)) is not None:
-        offsets, penalties = at
+    if penalties:
+        offsets, divisors, subtracted = (torch.cat(parts).to(scores.device) for parts in zip(*penalties, strict=True))
         old = flat[offsets]
-        flat[offsets] = torch.where(old > 0, old / penalties, old * penalties)
-    if (at := present.located(scores)) is not None:
-        offsets, penalties = at
-        flat[offsets] = flat[offsets] - penalties
-    if (at := frequent.located(scores)) is not None:
-        offsets, penalties = at
-        flat.index_add_(0, offsets, penalties, alpha=-1)
+        # A divisor near 0 must not make infinities, whose differences are not numbers.
+        divided = torch.where(old > 0, old / divisors, old * divisors).clamp_(max=torch.finfo(torch.float32).max)
+        flat[offsets] = divided - subtracted
     if (at := biased.located(scores)) is not None:
         offsets, biases = at
         flat.index_add_(0, offsets, biases)
@@ -127,6 +111,53 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         offsets, values = at
         flat[offsets] = values
     return scores
+
+
+class _Penalties(NamedTuple):
+    """What penalties do to entries [E] of flattened logits: `offsets` int64, each once; `divisors` and then
+    `subtracted` float32. On the host."""
+
+    offsets: Tensor
+    divisors: Tensor
+    subtracted: Tensor
+
+
+def _penalties(sequence: SampleRows, first_row: int, vocab_size: int) -> _Penalties:
+    """The penalties of one sequence, whose first row of logits is `first_row`.
+
+    Every row has an entry for each distinct token of the sequence and its draft; where a draft token is yet
+    to come it changes nothing. Each count is made whole before it is used: a row gets the same bits
+    whether its tokens were drafted or are known.
+    """
+    params, num_rows, draft = sequence.params, sequence.num_rows, sequence.proposal.token_ids
+    counts = sequence.token_counts or TokenCounts(sequence.token_ids, sequence.num_prompt_tokens)
+    num_known = len(counts.ids)
+    new_slots: dict[int, int] = {}
+    draft_slots = []
+    for token in draft:
+        slot = counts.slot(token)
+        draft_slots.append(new_slots.setdefault(token, num_known + len(new_slots)) if slot is None else slot)
+    ids = torch.cat([_int64(counts.ids), _int64(array("q", new_slots))])
+    output_counts = torch.zeros(num_rows, len(ids), dtype=torch.int64)
+    output_counts[:, :num_known] = _int64(counts.output_counts)
+    if draft:
+        # Draft token i is in the history of the rows behind it.
+        drafted = [(row, slot) for i, slot in enumerate(draft_slots) for row in range(i + 1, num_rows)]
+        output_counts.index_put_(tuple(torch.tensor(drafted).T), torch.tensor(1), accumulate=True)
+    # Ids beyond the vocabulary are dropped: a draft model's may be smaller than the target's.
+    inside = ids < vocab_size
+    known = torch.arange(len(ids)) < num_known
+    ids, known, output_counts = ids[inside], known[inside], output_counts[:, inside]
+    in_output = output_counts > 0
+    offsets = torch.arange(first_row, first_row + num_rows).unsqueeze(1) * vocab_size + ids
+    divisors = torch.where(known | in_output, params.repetition_penalty, 1.0)
+    subtracted = in_output * params.presence_penalty + output_counts * params.frequency_penalty
+    return _Penalties(offsets.view(-1), divisors.float().view(-1), subtracted.float().view(-1))
+
+
+def _int64(values: array[int]) -> Tensor:
+    """The array as a tensor that shares its memory."""
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 def sampling_logprobs(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
@@ -152,7 +183,8 @@ def _warp(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(1)
 
     if any(row.temperature != 1.0 for row in params):
-        scores = scores / column([row.temperature for row in params])
+        # From the likeliest token down: divided by a low temperature, large logits would overflow.
+        scores = (scores - scores.amax(1, keepdim=True)) / column([row.temperature for row in params])
     if chosen := [i for i, row in enumerate(params) if 0 < row.top_k < vocab_size]:
         top_k = [params[i].top_k for i in chosen]
         ranks = column([k - 1 for k in top_k], torch.int64)

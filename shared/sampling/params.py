@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Temperatures up to this one are greedy: they would leave the likeliest token alone, and float32 cannot divide
+# by the least of them.
+GREEDY_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -33,9 +37,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature <= GREEDY_TEMPERATURE
 
     @property
     def coupled(self) -> bool:
         """Whether target and drafter draw with the same noise (greedy is that with none)."""
         return self.greedy or self.seed is not None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

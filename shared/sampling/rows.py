@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+from shared.sampling.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,15 @@ class SampleRows:
 
     Sequences follow one another; this one has `num_rows` = 1 + len(proposal) consecutive rows, and row j
     predicts the token at position len(token_ids) + j, given `token_ids + proposal.token_ids[:j]`.
-    The first `num_prompt_tokens` of `token_ids` are the prompt, the rest is output.
+    The first `num_prompt_tokens` of `token_ids` are the prompt, the rest is output. `token_counts` counts
+    `token_ids`, for penalties; without it they are counted when needed.
     """
 
     params: SamplingParams
     token_ids: Sequence[int]
     num_prompt_tokens: int
     proposal: Proposal = EMPTY_PROPOSAL
+    token_counts: TokenCounts | None = None
 
     @property
     def num_rows(self) -> int:

@@ -38,6 +38,7 @@ def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
             "device": str(engine.model.device),
             "dtype": str(engine.model.dtype),
             "blocks": engine.blocks.counts().total,
+            "kv_tokens": engine.blocks.counts().total * engine.block_size,
             "threads": torch.get_num_threads(),
             "one_token_step_ms": round(engine.step_costs[0][1] * 1000, 2),
         },

@@ -28,6 +28,7 @@ from transformers import (
 
 from services.target.settings import TargetSettings
 from services.target.verifier import verify
+from shared.engine.attention import batch, paged
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence
@@ -39,7 +40,7 @@ from shared.settings import StartupError
 VOCAB_SIZE = 200
 NUM_TOKENS = 40
 WINDOW = 9
-LENGTHS = (3, 21, 50)
+LENGTHS = (3, 21, 50, 150)
 SPECIAL: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -151,13 +152,18 @@ def speculate(engine: Engine, prompts: list[list[int]], texts: list[list[int]]) 
 
 
 @pytest.mark.parametrize("config", SERVED.values(), ids=SERVED.keys())
-def test_generates_what_transformers_does(config: Callable[[], PreTrainedConfig], tmp_path: Path) -> None:
+def test_generates_what_transformers_does(
+    config: Callable[[], PreTrainedConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write(config(), tmp_path / "model")
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
     texts = generate(folder, prompts)
     assert len({token for text in texts for token in text[-NUM_TOKENS:]}) > 10  # more than one word said over and over
-    for limits in ({}, {"max_batch_tokens": 17, "block_size": 8, "num_blocks": 14}):
+    for limits in ({}, {"max_batch_tokens": 17, "block_size": 8, "num_blocks": 26}, {"max_batch_tokens": 60}):
+        if "max_batch_tokens" in limits:  # attention in many groups and pieces
+            monkeypatch.setattr(batch, "_CPU_LIMITS", batch._Limits(launch=0, gathered=1 << 14))
+            monkeypatch.setattr(paged, "_MAX_SCORE_BYTES", 1 << 12)
         engine = Engine(CausalLM.load(str(folder), "cpu", "auto"), settings(**limits), verify)
         engine.warm_up()
         assert speculate(engine, prompts, texts) == texts

@@ -152,7 +152,10 @@ def test_what_decides_imports_neither_numbers_nor_wires(module: str) -> None:
     "module",
     [
         f"shared.engine.{name}"
-        for name in ("runner", "kv_pool", "model", "linear", "fingerprint", "attention.batch", "attention.paged")
+        for name in (
+            *("runner", "kv_pool", "model", "linear", "fingerprint"),
+            *("attention.batch", "attention.grouping", "attention.paged"),
+        )
     ],
 )
 def test_what_computes_knows_no_queues(module: str) -> None:

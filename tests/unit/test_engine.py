@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,21 @@ from transformers import LlamaForCausalLM
 
 from services.target.settings import TargetSettings
 from services.target.verifier import verify
+from shared.engine import engine as engine_module
 from shared.engine.engine import Engine, StepOutcome
+from shared.engine.kv_pool import KVPool, KVShape
+from shared.engine.memory import DeviceMemory
 from shared.engine.model import CausalLM
+from shared.engine.runner import ModelRunner
 from shared.engine.sequence import Finish, Sequence
 from shared.prefix.block_hash import root_hash
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
+from shared.sampling.token_counts import TokenCounts
 from shared.settings import StartupError
+from shared.worker.service import load_engine
 from tests.support.models import tiny_llama
 
 VOCAB_SIZE = 257
@@ -144,6 +152,34 @@ def test_whatever_is_proposed_the_tokens_are_the_same(
         assert num_accepted == num_drafted
     else:
         assert num_accepted < num_drafted
+
+
+def test_penalties_count_what_transformers_does_whatever_is_proposed(folder: Path, model: CausalLM) -> None:
+    prompt, rng = PROMPTS[4], random.Random(2)
+    oracle: Any = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "repetition_penalty": 3.0}
+    text = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    counted: list[TokenCounts | None] = []
+
+    def sample(logits: Tensor, rows: Tokens[SampleRows]) -> list[SampledTokens]:
+        counted.extend(row.token_counts for row in rows)
+        return verify(logits, rows)
+
+    engine = Engine(model, TargetSettings(model="tiny", num_blocks=40), sample)
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=3.0, max_tokens=NUM_TOKENS, stop_token_ids=model.eos_token_ids
+    )
+    sequence = Sequence(prompt, len(prompt), params, root_hash(engine.fingerprint, b""))
+    engine.scheduler.add(sequence)
+    while sequence.finish is None:
+        guess = text[len(sequence.token_ids) :][: rng.randint(0, 6)]
+        guess = [token if rng.random() < 0.7 else rng.choice(sequence.token_ids) for token in guess]
+        sequence.proposal, sequence.num_steps = Proposal(tuple(guess)), 1
+        drain(engine)
+    assert sequence.token_ids == text
+    # Its own counts go to every sampling: nothing is counted anew.
+    assert all(counts is sequence.token_counts is not None for counts in counted)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=LENGTHS)
@@ -384,6 +420,85 @@ def test_blocks_are_counted_from_memory(model: CausalLM) -> None:
     assert Engine(model, settings, verify).blocks.counts().total == 128
     with pytest.raises(StartupError, match=r"kv_cache_gib is 1e-06: a KV block alone takes"):
         Engine(model, settings.model_copy(update={"kv_cache_gib": 1e-6}), verify)
+
+
+@pytest.mark.parametrize(
+    ("available", "limits", "num_blocks"),
+    [
+        (1 << 20, {}, 57),  # 0.45 of 1 MiB
+        (1 << 20, {"memory_share": 0.3}, 19),
+        (1 << 40, {}, 256 * 512 // 16),  # all that all sequences could ever hold
+        (1 << 40, {"max_sequences": 3, "max_context": 100}, 3 * 7),
+        (1 << 20, {"kv_cache_gib": 1 / 1024}, 128),
+        (1 << 20, {"num_blocks": 5}, 5),
+    ],
+)
+def test_without_a_setting_the_cache_is_a_share_of_free_memory(
+    model: CausalLM, available: int, limits: dict[str, Any], num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "available_memory", lambda: available)
+    engine = Engine(model, TargetSettings(model="tiny", **limits), verify)
+    assert engine.blocks.counts().total == num_blocks
+
+
+def test_too_little_free_memory_is_named(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 20_000)
+    with pytest.raises(
+        StartupError, match=r"free memory of cpu leaves 0\.000 GiB for the KV cache, .* set kv_cache_gib"
+    ):
+        Engine(model, TargetSettings(model="tiny"), verify)
+
+
+def on_cuda(model: CausalLM) -> CausalLM:
+    """The model as it would look on a CUDA device."""
+    there = copy.copy(model)
+    there.device = torch.device("cuda")
+    return there
+
+
+def test_on_cuda_the_cache_is_what_weights_and_the_largest_step_leave(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[int]] = []
+    run_packed = ModelRunner.run_packed
+
+    def on_cpu(runner: ModelRunner, tokens: Tokens[int], starts: Tokens[int], *rest: Any) -> Tensor:
+        ran.append([len(tokens), *starts])
+        runner.model = model
+        return run_packed(runner, tokens, starts, *rest)
+
+    def host_pool(shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+        assert device.type == "cuda"
+        return KVPool(shape, num_blocks, block_size, dtype, torch.device("cpu"))
+
+    def measure(device: torch.device, run_largest_step: Callable[[], object]) -> DeviceMemory:
+        with monkeypatch.context() as patched:
+            patched.setattr(ModelRunner, "run_packed", on_cpu)
+            patched.setattr(engine_module, "KVPool", host_pool)
+            run_largest_step()
+        return DeviceMemory(total=10 << 20, free=8 << 20, own=1 << 20, step=1 << 20)
+
+    monkeypatch.setattr(engine_module, "measure_device", measure)
+    settings = TargetSettings(model="tiny", max_batch_tokens=100)
+    # 0.9 of 10 MiB, less 2 in use and 1 for a step, in blocks of 8 KiB.
+    assert engine_module._blocks_that_fit(on_cuda(model), settings, verify) == 6 * 128
+    assert ran == [[100, 512 - 100]]
+
+
+def test_a_largest_step_that_fails_is_named(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no room\nat all")
+
+    monkeypatch.setattr(ModelRunner, "run_packed", failing)
+    with pytest.raises(StartupError, match=r"a step of max_batch_tokens, 512, fails on cpu \(.*: no room at all\)"):
+        engine_module._run_largest_step(model, TargetSettings(model="tiny"), verify, 512)
+
+
+def test_start_up_says_how_many_tokens_fit(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load_engine(TargetSettings(model=str(folder), device="cpu", block_size=8, num_blocks=30), verify)
+    (ready,) = [record.__dict__ for record in caplog.records if record.message == "model ready"]
+    assert (ready["blocks"], ready["kv_tokens"]) == (30, 240)
 
 
 def test_a_pool_too_large_for_the_machine_is_named(model: CausalLM) -> None:

@@ -22,10 +22,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shared.sampling.coupled import draw_coupled
 from shared.sampling.filters import adjust_logits, sampling_logprobs
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
+from shared.sampling.token_counts import TokenCounts
 
 VOCAB_SIZE = 300
 PROMPT = (5, 9, 9, 250, 17)
@@ -114,6 +116,41 @@ def test_sequences_of_a_batch_keep_to_their_own_rows() -> None:
         assert torch.equal(got[part], adjust_logits(logits[part], [rows]))
         first += rows.num_rows
     assert torch.equal(got[8:10], logits[8:10])
+
+
+class Unread(Sequence[int]):
+    """A history whose length may be asked for and nothing else."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("the history is read")
+
+
+@pytest.mark.parametrize("params", ADJUSTMENTS.values(), ids=ADJUSTMENTS.keys())
+def test_a_history_that_is_counted_is_not_read(params: SamplingParams) -> None:
+    tokens = [*PROMPT, *OUTPUT]
+    counts = TokenCounts(PROMPT, len(PROMPT))
+    counts.add((7, *OUTPUT, 5))
+    counts.remove((5, 7))
+    logits = random_logits(1 + len(DRAFT))
+    counted = SampleRows(params, Unread(len(tokens)), len(PROMPT), Proposal(DRAFT), counts)
+    assert torch.equal(adjust_logits(logits, [counted]), adjust_logits(logits, [sequence(params)]))
+    assert (Counter(counts.ids), len(counts.output_counts)) == (Counter({*PROMPT, *OUTPUT}), len(counts.ids))
+
+
+def test_a_repetition_penalty_near_zero_makes_no_infinities() -> None:
+    params = SamplingParams(repetition_penalty=1e-40)
+    logits = random_logits(1)
+    got = sampling_logprobs(logits, [sequence(params, draft=())]).exp()
+    raised = [token for token in {*PROMPT, *OUTPUT} if logits[0, token] > 0]
+    assert len(raised) > 1
+    assert got[0].nonzero().flatten().tolist() == sorted(raised)
+    torch.testing.assert_close(got[0, raised], torch.full((len(raised),), 1 / len(raised)))
 
 
 def test_nothing_to_adjust_is_no_work() -> None:
@@ -222,3 +259,29 @@ def test_greedy_rows_keep_the_argmax_that_a_softmax_would_tie() -> None:
     got = sampling_logprobs(logits, [sequence(greedy), sequence(SamplingParams(top_k=3), draft=())])
     assert got[:4].argmax(1).tolist() == [200] * 4
     assert math.isclose(float(got[4].exp().sum()), 1.0, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e-30, 1e-7, 1e-6, float(torch.tensor(1e-6))])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_up_to_a_millionth_temperatures_are_greedy(temperature: float, seed: int | None) -> None:
+    params = SamplingParams(temperature=temperature, seed=seed)
+    assert params.greedy
+    assert params.coupled
+    logits = random_logits(4) * 1e-5  # so near one another that a sampled token would often be another
+    rows = [sequence(params)]
+    assert not sampling_logprobs(logits, rows).isnan().any()
+    assert draw_coupled(logits, rows).tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.1e-6, 1e-5, 1e-3])
+def test_low_temperatures_are_sampled_and_stay_numbers(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=50, top_p=0.9, min_p=0.01)
+    assert not params.greedy
+    extreme = torch.tensor([[3e38, 1e38, 0.0, -3e38], [1e34, 1e34, -1e34, 3.0], [-3e38, -3e38, -3e38, -3.3e38]])
+    got = sampling_logprobs(extreme, [sequence(params, draft=(1, 2))])
+    assert got.exp().tolist() == [[1, 0, 0, 0], [0.5, 0.5, 0, 0], pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])]
+    # What lies within a temperature of one another shares the probability.
+    near = torch.tensor([[0.0, temperature, -temperature]])
+    expected = torch.tensor([[0.0, 1.0, -1.0]]).softmax(1)
+    got = sampling_logprobs(near, [sequence(SamplingParams(temperature=temperature), draft=())])
+    torch.testing.assert_close(got.exp(), expected, rtol=1e-5, atol=1e-6)

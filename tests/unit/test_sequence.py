@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+from collections import Counter
+
 import pytest
+import torch
 
 from shared.engine.sequence import Finish, Sequence
+from shared.sampling.filters import adjust_logits
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
+from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens, TokenLogprobs
 
 PROMPT = [10, 11, 12]
@@ -180,3 +187,68 @@ def test_tokens_between_runs_into_the_proposal() -> None:
     assert new.tokens_between(0, 2) == [10, 11]
     assert new.tokens_between(2, 5) == [12, 20, 21]
     assert new.tokens_between(4, 5) == [21]
+
+
+PENALTIES = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=1 << 20)
+
+
+def assert_counted(new: Sequence) -> None:
+    counts = new.token_counts
+    assert counts is not None
+    output = Counter(new.token_ids[new.num_prompt_tokens :])
+    expected = {token: output[token] for token in new.token_ids}
+    assert dict(zip(counts.ids, counts.output_counts, strict=True)) == expected
+    assert len(counts.ids) == len(expected)
+
+
+def test_without_penalties_nothing_is_counted() -> None:
+    assert sequence().token_counts is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_are_counted_as_they_are_committed(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(8) for _ in range(5)]
+    new = Sequence([*prompt, 6, 3, 9], len(prompt), PENALTIES, bytes(32), num_steps=1)
+    assert_counted(new)
+    for _ in range(50):
+        guess = tuple(rng.randrange(12) for _ in range(rng.randrange(5)))
+        count = rng.randint(0, len(guess))
+        verified(new, guess, SampledTokens((*guess[:count], rng.randrange(12)), count))
+        assert_counted(new)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_drafters_rejected_draws_are_counted_no_more(seed: int) -> None:
+    rng = random.Random(seed)
+    new = Sequence(PROMPT, len(PROMPT), PENALTIES, bytes(32), drafting=True, num_steps=1)
+    for _ in range(60):
+        for _ in range(rng.randrange(5)):
+            new.advance(SampledTokens((rng.choice([*PROMPT, 20, 21, 22]),)))
+        base = new.num_committed
+        draws = new.token_ids[base:]
+        committed = draws[: rng.randint(0, len(draws))] + [rng.choice([*PROMPT, 20, 30])] * rng.randrange(3)
+        new.commit(base, committed)
+        assert new.token_ids[: base + len(committed)][base:] == committed
+        assert_counted(new)
+
+
+def test_a_penalised_step_copies_nothing_of_the_history() -> None:
+    """Bytes that Python takes for a step of a long history: those of a short one."""
+    peaks = []
+    for length in (1 << 10, 1 << 16):
+        new = Sequence([i % 100 for i in range(length)], 10, PENALTIES, bytes(32), num_steps=1)
+        logits = torch.zeros(5, 128)
+        for i in range(6):
+            if i == 5:  # lists and arrays have grown as far as they will for a while
+                tracemalloc.start()
+            new.proposal = Proposal((1, 2, 3, 4))
+            known = len(new.token_ids)
+            assert len(new.tokens_between(known - 1, known + 4)) == 5
+            rows = SampleRows(PENALTIES, new.token_ids, 10, new.proposal, new.token_counts)
+            adjust_logits(logits, [rows])
+            new.advance(SampledTokens((1, 2, 3), 2))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    short, long = peaks
+    assert long < short + 4096

@@ -23,7 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 service, flags = sys.argv[1], dict(flag[2:].split("=", 1) for flag in sys.argv[2:])
 if flags.get("model") == "nowhere":
     sys.exit(print("outrider: model folder nowhere has no config.json", file=sys.stderr) or 78)
-environment = {name: os.environ.get(name) for name in ("EXTRA", f"OUTRIDER_{service.upper()}_REDIS_URL")}
+told = ("EXTRA", f"OUTRIDER_{service.upper()}_REDIS_URL", f"OUTRIDER_{service.upper()}_MEMORY_SHARE")
+environment = {name: os.environ.get(name) for name in told}
 print(json.dumps({"service": service, "flags": flags, "environment": environment}), flush=True)
 server = grpc.server(ThreadPoolExecutor(2))
 servicer = health.HealthServicer()
@@ -75,7 +76,7 @@ async def test_every_service_is_started_with_its_settings_and_drained_in_order()
         port=0,
         dtype="float32",
         num_threads=1,
-        environment={"target-1": {"EXTRA": "only here"}},
+        environment={"target-1": {"EXTRA": "only here", "OUTRIDER_TARGET_MEMORY_SHARE": "0.1"}},
     )
     async with Stack(settings) as stack:
         assert NoRedis.running == 1
@@ -93,8 +94,16 @@ async def test_every_service_is_started_with_its_settings_and_drained_in_order()
             assert (flags["model"], flags["dtype"], flags["num-threads"]) == ("big", "float32", "1")
             assert "device" not in flags
             assert said[name]["environment"]["OUTRIDER_TARGET_REDIS_URL"] == NoRedis.url
-        assert said["router"]["environment"] == {"EXTRA": None, "OUTRIDER_ROUTER_REDIS_URL": NoRedis.url}
+        assert said["router"]["environment"] == {
+            "EXTRA": None,
+            "OUTRIDER_ROUTER_REDIS_URL": NoRedis.url,
+            "OUTRIDER_ROUTER_MEMORY_SHARE": None,
+        }
         assert said["draft"]["environment"]["OUTRIDER_DRAFT_REDIS_URL"] is None
+        # The workers share one machine's memory, unless somebody says how.
+        assert said["draft"]["environment"]["OUTRIDER_DRAFT_MEMORY_SHARE"] == "0.2"
+        shares = [said[name]["environment"]["OUTRIDER_TARGET_MEMORY_SHARE"] for name in ("target-0", "target-1")]
+        assert shares == ["0.35", "0.1"]
         assert [said[name]["environment"]["EXTRA"] for name in ("target-0", "target-1")] == [None, "only here"]
     assert NoRedis.running == 0
     drained = [name for name, line in stack.lines if line == "drained"]

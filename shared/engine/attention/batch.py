@@ -4,53 +4,114 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shared.engine.attention.grouping import Indices, group_sequences
 from shared.engine.kv_pool import KVPool
 
-# Sequences with at most this many new tokens (decodes, verifications) are padded together; longer ones
-# (prefill chunks) apart from them, so that a chunk does not pad every decode to its length.
-SHORT_QUERY = 24
+# Pairs of query and position whose masks a step keeps from layer to layer; the others are made anew in each.
+_MAX_KEPT_PAIRS = 1 << 22
+
+
+class _Limits(NamedTuple):
+    """In bytes of KV: what a layer gathers in the time that it takes to launch a further group, and the most that
+    it gathers for one group, unless a single sequence needs more."""
+
+    launch: int
+    gathered: int
+
+
+# A CPU copies about 1 MiB in the time of a group's dozen operations, and gathers of more than its caches hold
+# are slower; a GPU copies far more in that time.
+_CPU_LIMITS = _Limits(launch=1 << 20, gathered=1 << 25)
+_LIMITS = _Limits(launch=1 << 25, gathered=1 << 27)
+
+
+@dataclass(frozen=True)
+class GatheredKV:
+    """The KV that a group's queries look at in one layer, N blocks for each of B sequences.
+
+    `first_rows`: see `KVPool.gather`. `positions`: `[B, 1, N * block_size]`, or `[1, 1, ...]` if they are
+    the same for all: what position of the sequence each gathered one is.
+    """
+
+    first_rows: Tensor
+    positions: Tensor
 
 
 @dataclass
 class AttentionGroup:
-    """Sequences of one step whose queries are padded to a common length.
+    """Sequences of one step that attend together, padded to their longest query and context.
 
     `query_index`: `[B, Q]` positions in the packed batch (padding repeats the sequence's last token).
     `output_index`: `[T']` positions in the flattened `[B, Q]` of the group's own tokens, packed order.
     `token_index`: `[T']` where those stand in the packed batch; None if the group is the whole batch.
-    `query_positions`: `[B, Q]` positions within the sequences. `first_rows`: see `KVPool.gather`.
+    `query_positions`: `[B, Q]` positions within the sequences, the first of them `starts`.
+    `blocks`: `[B, N]` the sequences' blocks (padding repeats the last).
     """
 
+    pool: KVPool
     query_index: Tensor
     output_index: Tensor
     token_index: Tensor | None
     query_positions: Tensor
-    first_rows: Tensor
-    num_kv_positions: int
+    starts: Indices
+    blocks: Indices
     padded: bool
-    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    keeps_masks: bool
+    _kv: dict[int | None, GatheredKV] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.dtype, int, int], Tensor] = field(default_factory=dict)
 
-    def mask(self, sliding_window: int | None, num_query_groups: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[B, 1, num_query_groups * Q, N * block_size]`: 0 where a query may look, else -inf.
+    @property
+    def num_kv_positions(self) -> int:
+        """Positions gathered for each sequence by a layer without a sliding window."""
+        return int(self.blocks.shape[1]) * self.pool.block_size
+
+    def kv(self, sliding_window: int | None) -> GatheredKV:
+        """What layers with this window gather: all blocks, or those that the window of some query reaches."""
+        gathered = self._kv.get(sliding_window)
+        if gathered is None:
+            device, block_size = self.query_positions.device, self.pool.block_size
+            blocks, width = self.blocks, self.blocks.shape[1]
+            positions = np.arange(width * block_size)[None]
+            if sliding_window is not None:
+                first = np.maximum(self.starts - sliding_window + 1, 0) // block_size
+                last = (self.starts + self.query_positions.shape[1] - 1) // block_size
+                reached = int(min((last - first).max() + 1, width))
+                if reached < width:
+                    blocks = np.take_along_axis(blocks, np.minimum(first[:, None] + np.arange(reached), width - 1), 1)
+                    positions = first[:, None] * block_size + np.arange(reached * block_size)
+            gathered = GatheredKV(
+                self.pool.first_rows(torch.from_numpy(blocks)).to(device),
+                torch.from_numpy(positions).unsqueeze(1).to(device),
+            )
+            self._kv[sliding_window] = gathered
+        return gathered
+
+    def mask(
+        self, sliding_window: int | None, num_query_groups: int, dtype: torch.dtype, first: int, last: int
+    ) -> Tensor:
+        """Additive mask `[B, 1, num_query_groups * (last - first), N * block_size]` of queries first to last - 1
+        over `kv(sliding_window)`: 0 where a query may look, else -inf.
 
         Causal; with a sliding window of w, a query at position p sees p - w < position <= p. Layers share it.
         """
-        key = (sliding_window, num_query_groups, dtype)
+        key = (sliding_window, num_query_groups, dtype, first, last)
         mask = self._masks.get(key)
         if mask is None:
-            kv = torch.arange(self.num_kv_positions, device=self.query_positions.device)
-            query = self.query_positions.unsqueeze(-1)
-            visible = kv <= query
+            positions = self.kv(sliding_window).positions
+            query = self.query_positions[:, first:last].unsqueeze(-1)
+            hidden = positions > query
             if sliding_window is not None:
-                visible &= kv > query - sliding_window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+                hidden |= positions <= query - sliding_window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             mask = mask.repeat(1, num_query_groups, 1).unsqueeze(1)
-            self._masks[key] = mask
+            if self.keeps_masks:
+                self._masks[key] = mask
         return mask
 
 
@@ -77,38 +138,46 @@ class AttentionBatch:
         device = pool.data.device
         num_sequences = len(starts)
         start, length = np.asarray(starts), np.asarray(lengths)
-        packed_start = np.concatenate([[0], np.cumsum(length)[:-1]])
+        packed_start = np.cumsum(length) - length
         num_blocks = -(-(start + length) // pool.block_size)
-        tables = np.zeros((num_sequences, int(num_blocks.max())), dtype=np.int64)
-        for i, table in enumerate(block_tables):
-            tables[i, : num_blocks[i]] = table[: num_blocks[i]]
+        # All block tables one behind the other: padded to a rectangle, one long one would make it huge.
+        table_start = np.cumsum(num_blocks) - num_blocks
+        tables = np.concatenate([table[:n] for table, n in zip(block_tables, num_blocks, strict=True)])
 
         sequence_of = np.repeat(np.arange(num_sequences), length)
         positions = np.arange(len(sequence_of)) - np.repeat(packed_start - start, length)
-        blocks = torch.from_numpy(tables[sequence_of, positions // pool.block_size])
+        blocks = torch.from_numpy(tables[table_start[sequence_of] + positions // pool.block_size])
         offsets = torch.from_numpy(positions % pool.block_size)
         first_slots = pool.first_slots(blocks, offsets).to(device)
 
-        short = length <= SHORT_QUERY
-        members = [np.flatnonzero(short), np.flatnonzero(~short)]
+        limits = _CPU_LIMITS if device.type == "cpu" else _LIMITS
+        pairs_left = _MAX_KEPT_PAIRS
         groups = []
-        for rows in members:
-            if len(rows) == 0:
-                continue
-            longest = int(length[rows].max())
+        for rows in group_sequences(
+            length,
+            num_blocks * pool.block_size,
+            limits.launch / pool.position_bytes,
+            limits.gathered // pool.position_bytes,
+        ):
+            longest, width = int(length[rows].max()), int(num_blocks[rows].max())
             column = np.minimum(np.arange(longest), length[rows, None] - 1)
             own = np.arange(longest) < length[rows, None]
             query_index = packed_start[rows, None] + column
-            width = int(num_blocks[rows].max())
+            block_column = np.minimum(np.arange(width), num_blocks[rows, None] - 1)
+            num_pairs = query_index.size * width * pool.block_size
+            keeps_masks = num_pairs <= pairs_left
+            pairs_left -= num_pairs if keeps_masks else 0
             groups.append(
                 AttentionGroup(
+                    pool=pool,
                     query_index=torch.from_numpy(query_index).to(device),
                     output_index=torch.from_numpy(np.flatnonzero(own)).to(device),
                     token_index=None if len(rows) == num_sequences else torch.from_numpy(query_index[own]).to(device),
                     query_positions=torch.from_numpy(start[rows, None] + column).to(device),
-                    first_rows=pool.first_rows(torch.from_numpy(tables[rows, :width])).to(device),
-                    num_kv_positions=width * pool.block_size,
+                    starts=start[rows],
+                    blocks=tables[table_start[rows, None] + block_column],
                     padded=not own.all(),
+                    keeps_masks=keeps_masks,
                 )
             )
         return cls(pool, first_slots, groups)

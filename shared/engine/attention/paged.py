@@ -13,6 +13,9 @@ from shared.engine.attention.batch import AttentionBatch, AttentionGroup
 # The name it is registered under; none of the library's own `paged|...`, whose contract keeps changing.
 ATTENTION_NAME = "outrider_paged"
 
+# Long queries over long contexts are taken in pieces: most bytes of a piece's mask, or of its explicit scores.
+_MAX_SCORE_BYTES = 1 << 26
+
 
 def paged_attention(
     module: torch.nn.Module,
@@ -84,18 +87,28 @@ def _attend(
     size, longest = group.query_index.shape
     if group.padded or group.token_index is not None:
         query = query.index_select(0, group.query_index.view(-1))
-    # [B * Q, heads, D] -> [B, kv_heads, fold * Q, D]
+    # [B * Q, heads, D] -> [B, kv_heads, fold, Q, D]
     queries = query.reshape(size, longest, num_kv_heads, fold, head_dim).permute(0, 2, 3, 1, 4)
-    queries = queries.reshape(size, num_kv_heads, fold * longest, head_dim)
-    keys, values = (rows.transpose(1, 2) for rows in batch.pool.gather(layer, group.first_rows, size))
-    mask = group.mask(sliding_window, fold, query.dtype)
-    if softcap is None and sinks is None:
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-    else:
-        attended = _explicit_attention(queries, keys, values, mask, scale, softcap, sinks)
-    # [B, kv_heads, fold * Q, D] -> [B, Q, heads, D] -> own tokens
-    attended = attended.view(size, num_kv_heads, fold, longest, -1).permute(0, 3, 1, 2, 4)
-    attended = attended.reshape(size * longest, num_heads, -1)
+    keys, values = (
+        rows.transpose(1, 2) for rows in batch.pool.gather(layer, group.kv(sliding_window).first_rows, size)
+    )
+    explicit = softcap is not None or sinks is not None
+    # Per query: a mask for all heads, or scores in float32 for each.
+    query_bytes = size * keys.shape[2] * (num_heads * 4 if explicit else fold * query.element_size())
+    tile = max(1, _MAX_SCORE_BYTES // query_bytes)
+    parts = []
+    for first in range(0, longest, tile):
+        last = min(first + tile, longest)
+        part = queries[..., first:last, :].reshape(size, num_kv_heads, fold * (last - first), head_dim)
+        mask = group.mask(sliding_window, fold, query.dtype, first, last)
+        if explicit:
+            attended = _explicit_attention(part, keys, values, mask, scale, softcap, sinks)
+        else:
+            attended = functional.scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=scale)
+        parts.append(attended.view(size, num_kv_heads, fold, last - first, -1))
+    attended = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+    # [B, kv_heads, fold, Q, D] -> [B, Q, heads, D] -> own tokens
+    attended = attended.permute(0, 3, 1, 2, 4).reshape(size * longest, num_heads, -1)
     return attended.index_select(0, group.output_index) if group.padded else attended
 
 
@@ -113,10 +126,10 @@ def _explicit_attention(
     Shapes as in `_attend`; `sinks` `[num_heads]` is a further logit of each head that takes probability
     and gives no value.
     """
-    scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
+    scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(scale)
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores += mask
     if sinks is not None:
         size, num_kv_heads, rows, _ = scores.shape
         fold = sinks.numel() // num_kv_heads
