@@ -12,7 +12,7 @@ import grpc
 from outrider.v1 import worker_pb2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from services.router.gamma import StepCosts
+from shared.policy.step_costs import StepCosts
 from shared.rpc.channel import connect
 from shared.settings import StartupError
 
@@ -119,7 +119,7 @@ class WorkerConnection(ABC, Generic[Request, Response]):
             raise _Refused(str(error)) from error
         self.epoch += 1
         self._pending = None
-        self.costs = StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])
+        self.costs = step_costs(info)
         await self._announce(info)
         logger.info("worker connected", extra={"address": self.address, "instance": info.instance_id})
 
@@ -160,3 +160,8 @@ class WorkerConnection(ABC, Generic[Request, Response]):
             message, self._pending = self._pending, None
             if message is not None:
                 await call.write(message)
+
+
+def step_costs(info: worker_pb2.WorkerInfo) -> StepCosts:
+    """What a worker measured of itself at warm-up."""
+    return StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])

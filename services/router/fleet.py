@@ -9,10 +9,11 @@ from contextlib import suppress
 
 from outrider.v1 import worker_pb2
 
+from services.router.connection import step_costs
 from services.router.draft_link import DraftLink
-from services.router.gamma import GammaController
 from services.router.placement import choose
 from services.router.target_link import TargetLink
+from shared.policy.gamma import GammaController
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.index import PrefixIndex
 from shared.rpc.errors import Unavailable
@@ -108,12 +109,13 @@ class Fleet:
 
     def gamma(self, target: TargetLink) -> GammaController | None:
         """The controller of this target worker and the drafter; None while there is no drafter."""
-        if self.draft is None or not self.draft.connected:
+        if self.draft is None or self.draft.info is None or target.info is None:
             return None
         epochs = (target.epoch, self.draft.epoch)
         known = self._controllers.get(target)
         if known is None or known[0] != epochs:
-            controller = GammaController(target.costs, self.draft.costs, self._max_num_draft_tokens)
+            costs = step_costs(target.info), step_costs(self.draft.info)
+            controller = GammaController(*costs, self._max_num_draft_tokens)
             known = self._controllers[target] = (epochs, controller)
         return known[1]
 

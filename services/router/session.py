@@ -14,11 +14,12 @@ from services.router.chunk_queue import ChunkQueue, Write
 from services.router.detokenizer import Detokenizer
 from services.router.draft_link import DraftLane
 from services.router.fleet import Fleet
-from services.router.gamma import Acceptance
 from services.router.request import GenerateOptions
 from services.router.target_link import LaneResult, TargetLane, WorkerLost
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
+from shared.policy.gamma import GammaController, Situation
+from shared.policy.pace import GRANTED_STEPS, Pace
 from shared.rpc.errors import Internal, Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
@@ -31,10 +32,6 @@ from shared.telemetry.attributes import (
 )
 from shared.telemetry.tracing import Telemetry, traceparent
 
-# Plain decoding: steps a worker may run ahead, and what is left of them when more are granted. Enough that
-# the worker never waits for the router; little enough that a change to drafting is not long in coming.
-_GRANTED_STEPS = 16
-_REFILL_BELOW = 8
 # Prefills of a sequence in a row that may fail before the request does.
 _MAX_FAILURES = 4
 
@@ -148,19 +145,16 @@ class SequenceSession:
         self._detokenizer = detokenizer
         self._token_ids = list(session.options.prompt_ids)
         self._num_rounds = 0
-        # Draft tokens that γ's controller wants in the next round, until it begins.
-        self._wanted = 0
         # Draft tokens of the latest round.
         self._drafted: list[int] = []
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
-        gamma = session.fleet.gamma(lane.link)
-        self._acceptance = Acceptance(None if gamma is None else gamma.acceptance)
+        self._gamma = session.fleet.gamma(lane.link)
+        self._pace = Pace(None if self._gamma is None else self._gamma.acceptance, session.options.num_draft_tokens)
 
     async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
         """Rounds until the sequence ends; everything is released on every way out."""
         num_failures = 0
         try:
-            self._prefill_draft()
             while not self._finish_reason:
                 try:
                     entry = await self._lane.next()
@@ -180,46 +174,40 @@ class SequenceSession:
                         ) from error
                     self._lane = await self._session.prefill_again(self._token_ids, self._params)
         finally:
+            self._leave()
             self._lane.release()
             if self._draft is not None:
                 self._draft.release()
 
-    def _prefill_draft(self) -> None:
-        """Has the drafter take in the prompt while the target does, if rounds are likely to follow."""
-        gamma = self._session.fleet.gamma(self._lane.link)
-        if self._draft is None or gamma is None:
-            return
-        fixed = self._options.num_draft_tokens is not None
-        if fixed or gamma.pays(self._acceptance.rate, self._lane.link.num_lanes):
-            self._draft.prefill(self._token_ids, current_traceparent())
-
     async def _next_result(self, last: LaneResult) -> LaneResult:
         """The result of a round, or in plain decoding simply the next one."""
-        lane = self._lane
-        num_draft_tokens = self._num_draft_tokens() if lane.num_steps < _REFILL_BELOW else 0
-        # A worker running ahead began this step when it ended the last, however late we come to look.
-        load, began = lane.link.num_lanes, last.received if lane.num_steps > 0 else time.monotonic()
-        if num_draft_tokens > 0 and lane.num_steps == 0:
-            return await self._round(num_draft_tokens)
-        if num_draft_tokens == 0 and lane.num_steps < _REFILL_BELOW:
-            lane.verify(len(self._token_ids), None, _GRANTED_STEPS, current_traceparent())
+        lane, gamma, situation = self._lane, self._controller(), self._situation()
+        move = self._pace.next(gamma, situation, lane.num_steps)
+        if move.num_draft_tokens > 0:
+            return await self._round(move.num_draft_tokens, last, situation)
+        parent = current_traceparent()
+        if move.catch_up and self._draft is not None:
+            self._draft.prefill(self._token_ids, parent)
+        ahead = lane.num_steps > 0
+        if move.num_steps > 0:
+            lane.verify(len(self._token_ids), None, move.num_steps, parent)
         entry = await lane.next()
-        gamma = self._session.fleet.gamma(lane.link)
-        # Steps that also prefilled say nothing about decoding.
-        if gamma is not None and last.result.num_draft_tokens == 0 and 0 < entry.stats.num_tokens <= 2 * load:
-            gamma.observe_plain(load, entry.received - began)
+        # A worker running ahead began this step when it ended the last, however late we come to look. Steps
+        # that also prefilled say nothing about decoding.
+        plain = last.result.num_draft_tokens == 0 and 0 < entry.stats.num_tokens <= 2 * situation.load
+        if gamma is not None and ahead and plain:
+            gamma.observe_plain(situation.load, entry.received - last.received)
         return entry
 
-    async def _round(self, num_draft_tokens: int) -> LaneResult:
+    async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
         """Draft, verify: one span, with the workers' spans as its children."""
         assert self._draft is not None
-        lane, load, began = self._lane, self._lane.link.num_lanes, time.monotonic()
-        self._wanted = 0
+        lane = self._lane
         with self._session.telemetry.span("round") as span:
             parent = traceparent(span)
             proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent)
             # Without a proposal it decodes plainly for a while before the drafter is asked again.
-            lane.verify(len(self._token_ids), proposal, _GRANTED_STEPS if proposal is None else 1, parent)
+            lane.verify(len(self._token_ids), proposal, GRANTED_STEPS if proposal is None else 1, parent)
             entry = await lane.next()
             self._num_rounds += 1
             span.set_attributes(
@@ -230,29 +218,42 @@ class SequenceSession:
                     NUM_ACCEPTED: entry.result.num_accepted,
                 }
             )
-        drafted = entry.result.num_draft_tokens
+        drafted, num_tokens = entry.result.num_draft_tokens, entry.stats.num_tokens
         if drafted:
-            self._acceptance.observe(drafted, entry.result.num_accepted)
+            self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
             self._drafted = list(proposal.token_ids) if proposal is not None else []
-            gamma = self._session.fleet.gamma(lane.link)
-            if gamma is not None and entry.stats.num_tokens <= 2 * load * (drafted + 1):
-                gamma.observe_round(load, drafted, entry.received - began)
+            gamma = self._controller()
+            if gamma is not None and num_tokens <= 2 * situation.load * (drafted + 1):
+                seconds = entry.received - last.received
+                gamma.observe_round(situation.load, drafted, situation.num_unseen, num_tokens, seconds)
         return entry
 
-    def _num_draft_tokens(self) -> int:
-        """Draft tokens for the next round: as fixed by the request, else as pays; never past max_tokens."""
-        gamma = self._session.fleet.gamma(self._lane.link)
-        if self._draft is None or not self._draft.available or gamma is None:
-            return 0
-        wanted = self._options.num_draft_tokens
-        if wanted is None:
-            # Kept until the round begins, which waits for the steps granted before: a probe is offered only once.
-            if self._wanted == 0:
-                unseen = len(self._token_ids) - self._draft.num_told
-                self._wanted = gamma.choose(self._acceptance.rate, self._lane.link.num_lanes, unseen)
-            wanted = self._wanted
-        num_output_tokens = len(self._token_ids) - len(self._options.prompt_ids)
-        return min(wanted, self._params.max_tokens - num_output_tokens - 1)
+    def _controller(self) -> GammaController | None:
+        """γ's controller of the worker we are on; None while there is no drafting."""
+        gamma = self._session.fleet.gamma(self._lane.link) if self._draft is not None else None
+        if gamma is not self._gamma:
+            self._leave()
+            self._gamma = gamma
+        return gamma if self._draft is not None and self._draft.available else None
+
+    def _leave(self) -> None:
+        if self._gamma is not None:
+            self._gamma.leave(self._pace.drafting, self._num_output_tokens)
+
+    def _situation(self) -> Situation:
+        link = self._lane.link
+        return Situation(
+            load=max(1, link.num_lanes - link.backlog.num_sequences),
+            num_waiting=link.backlog.num_sequences,
+            num_prefill_tokens=link.backlog.num_tokens,
+            num_unseen=len(self._token_ids) - (self._draft.num_told if self._draft is not None else 0),
+            num_output=self._num_output_tokens,
+            num_remaining=self._params.max_tokens - self._num_output_tokens,
+        )
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return len(self._token_ids) - len(self._options.prompt_ids)
 
     def _take(self, result: target_pb2.StepResult) -> inference_pb2.GenerateResponse:
         """Commits a result's tokens, and puts what the client gets of it into a chunk."""

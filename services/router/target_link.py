@@ -40,6 +40,8 @@ class TargetLane:
     link: TargetLink
     sequence_id: int
     num_steps: int
+    # Tokens it waits to have computed before its first result; 0 once that is here.
+    num_prefill_tokens: int
     _results: asyncio.Queue[LaneResult | None] = field(default_factory=asyncio.Queue)
 
     async def next(self) -> LaneResult:
@@ -69,6 +71,14 @@ class TargetLane:
         self._results.put_nowait(entry)
 
 
+@dataclass(slots=True)
+class Backlog:
+    """Sequences whose first result is still to come, and the tokens they were sent with."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+
 class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetResponse]):
     """A target worker as the router sees it."""
 
@@ -77,6 +87,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
     ) -> None:
         super().__init__(address, check, changed)
         self.draining = False
+        self.backlog = Backlog()
         self._lanes: dict[int, TargetLane] = {}
         self._sequence_ids = itertools.count(1)
         self._stats = worker_pb2.StepStats()
@@ -109,7 +120,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
         traceparent: str,
     ) -> list[TargetLane]:
         """Begins a sequence for each of `params`, all on the same tokens, computed once."""
-        lanes = [TargetLane(self, next(self._sequence_ids), num_steps) for _ in params]
+        lanes = [TargetLane(self, next(self._sequence_ids), num_steps, 0) for _ in params]
+        self._begin_waiting(lanes[0], len(token_ids))
         first, *forks = lanes
         self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         self.pending().prefills.add(
@@ -128,7 +140,10 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
         return lanes
 
     def release(self, sequence_id: int) -> None:
-        if self._lanes.pop(sequence_id, None) is not None and self.connected:
+        lane = self._lanes.pop(sequence_id, None)
+        if lane is not None:
+            self._end_waiting(lane)
+        if lane is not None and self.connected:
             self.pending().releases.append(sequence_id)
 
     def _new_request(self) -> target_pb2.TargetRequest:
@@ -151,13 +166,27 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
         for result in response.results:
             lane = self._lanes.get(result.sequence_id)
             if lane is not None:
+                self._end_waiting(lane)
                 lane._receive(LaneResult(result, response.stats, now))
                 if result.status != target_pb2.STEP_STATUS_RUNNING:
                     del self._lanes[result.sequence_id]
 
     def _on_lost(self) -> None:
         lanes, self._lanes = self._lanes, {}
+        self.backlog = Backlog()
         for lane in lanes.values():
             lane._receive(None)
         self.draining = False
         self._stats = worker_pb2.StepStats()
+
+    def _begin_waiting(self, lane: TargetLane, num_tokens: int) -> None:
+        lane.num_prefill_tokens = num_tokens
+        self.backlog.num_sequences += 1
+        self.backlog.num_tokens += num_tokens
+
+    def _end_waiting(self, lane: TargetLane) -> None:
+        """Its first result is here, or it is given up. Safe to call again."""
+        if lane.num_prefill_tokens:
+            self.backlog.num_sequences -= 1
+            self.backlog.num_tokens -= lane.num_prefill_tokens
+            lane.num_prefill_tokens = 0

@@ -7,11 +7,13 @@ from collections import defaultdict
 
 from outrider.v1 import target_pb2, target_pb2_grpc
 
+from services.target.gathering import Gathering
 from services.target.settings import TargetSettings
 from services.target.verifier import check_proposal, verify
 from shared.engine.engine import Engine, Gain, StepOutcome
 from shared.engine.sequence import Finish, Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from shared.policy.step_costs import StepCosts
 from shared.prefix.block_hash import root_hash
 from shared.prefix.publisher import PrefixPublisher
 from shared.rpc.server import RpcServer
@@ -46,6 +48,7 @@ class TargetServicer(
     def __init__(self, telemetry: Telemetry, fingerprint: str) -> None:
         super().__init__(telemetry, fingerprint)
         self._publisher: PrefixPublisher | None = None
+        self._gathering = Gathering()
 
     def publish_to(self, publisher: PrefixPublisher) -> None:
         """From now on the prefix index learns which blocks this worker holds."""
@@ -97,6 +100,7 @@ class TargetServicer(
         lane = stream.lanes.get(verification.sequence_id)
         proposal = proposal_from_proto(verification.proposal)
         if lane is not None:
+            self._gathering.returned(lane.sequence)
             position = len(lane.sequence.token_ids)
             in_step = position == verification.position if proposal else position >= verification.position
             if in_step:
@@ -119,11 +123,25 @@ class TargetServicer(
         room = min(self.engine.max_context - len(sequence.token_ids), self.engine.scheduler.max_batch_tokens - 1)
         return len(proposal) <= room
 
+    def _on_release(self, stream: Stream, sequence_id: int) -> None:
+        lane = stream.lanes.get(sequence_id)
+        if lane is not None:
+            self._gathering.forget(lane.sequence)
+        super()._on_release(stream, sequence_id)
+
+    def _seconds_to_wait(self) -> float:
+        if not self._gathering.any_away or not self.engine.step_costs:
+            return 0.0
+        num_ready, num_tokens = self.engine.scheduler.ready()
+        return self._gathering.seconds_to_wait(num_ready, StepCosts(self.engine.step_costs).seconds(num_tokens))
+
     def _on_outcome(self, outcome: StepOutcome) -> None:
         results: defaultdict[Stream, list[target_pb2.StepResult]] = defaultdict(list)
         for gain in outcome.gains:
             lane = self._lanes[gain.sequence]
             results[lane.stream].append(self._result(lane, gain, outcome))
+            if gain.num_draft_tokens and gain.sequence.num_steps == 0:
+                self._gathering.left(gain.sequence)
             if gain.sequence.finish is not None:
                 self._on_release(lane.stream, lane.sequence_id)
         for sequence in outcome.failed:

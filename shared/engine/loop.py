@@ -19,10 +19,18 @@ class EngineLoop:
     own computation (a broken invariant) ends the thread: it is logged, and `on_crash` is called.
     """
 
-    def __init__(self, engine: Engine, on_step: Callable[[StepOutcome], None], on_crash: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepOutcome], None],
+        on_crash: Callable[[], None],
+        seconds_to_wait: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`seconds_to_wait`: how long the next step should wait for requests that are on their way."""
         self.engine = engine
         self._on_step = on_step
         self._on_crash = on_crash
+        self._seconds_to_wait = seconds_to_wait
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -54,8 +62,12 @@ class EngineLoop:
                 return
             if request is not None:
                 request()
-            while not self._requests.empty():
-                request = self._requests.get()
+            wait = 0.0
+            while not self._requests.empty() or (wait := self._seconds_to_wait()) > 0:
+                try:
+                    request = self._requests.get(timeout=wait)
+                except queue.Empty:
+                    continue
                 if request is None:
                     return
                 request()

@@ -74,6 +74,11 @@ class Scheduler:
     def is_empty(self) -> bool:
         return not self._running and not self._waiting
 
+    def ready(self) -> tuple[int, int]:
+        """How many sequences have something to compute, and how many tokens of it the next step could hold."""
+        pending = [sequence.num_pending_tokens for sequence in self.sequences() if sequence.num_pending_tokens > 0]
+        return len(pending), min(sum(pending), self.max_batch_tokens)
+
     def sequences(self) -> Iterable[Sequence]:
         return chain(self._running, self._waiting)
 

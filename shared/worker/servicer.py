@@ -54,7 +54,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def attach(self, engine: Engine, on_crash: Callable[[], None]) -> None:
         """Starts serving from a warmed-up engine; `on_crash` is called if its thread ends by an error."""
         self._metrics = WorkerMetrics(self._telemetry.meter, engine.model.name)
-        self._engine_loop = EngineLoop(engine, self._on_step, on_crash)
+        self._engine_loop = EngineLoop(engine, self._on_step, on_crash, self._seconds_to_wait)
         self._engine_loop.start()
 
     def close(self) -> None:
@@ -132,6 +132,10 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     @abstractmethod
     def _on_outcome(self, outcome: StepOutcome) -> None:
         """Answers what a step brought."""
+
+    def _seconds_to_wait(self) -> float:
+        """How long the next step should wait for requests that are on their way; on the engine's thread."""
+        return 0.0
 
     def _on_step(self, outcome: StepOutcome) -> None:
         self._on_outcome(outcome)

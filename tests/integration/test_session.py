@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
+from shared.policy.step_costs import StepCosts
 
 from services.router import draft_link
 from services.router import server as router_server
 from services.router.fleet import Fleet
-from services.router.gamma import StepCosts
 from services.router.request import ModelLimits, parse_generate
 from services.router.server import InferenceServicer
 from services.router.session import Session

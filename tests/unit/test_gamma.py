@@ -4,8 +4,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-
-from services.router.gamma import Acceptance, GammaController, StepCosts, expected_tokens
+from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.gamma import GammaController
+from shared.policy.step_costs import StepCosts
 
 MAX = 8
 RATES = [0.0, 0.1, 0.5, 0.8, 0.95, 1.0]

@@ -1,0 +1,352 @@
+"""A discrete-event simulation of router, target and drafter that runs the router's real γ policy.
+
+The workers batch as the real ones do: whatever is there when a step begins is in it, decodes and
+verifications first, then prefill chunks within the token budget. The truth that the policy has to find out
+(step costs, noise, acceptance) is the simulation's own; it is told only what workers report.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.policy.gamma import GammaController, Situation
+from shared.policy.pace import Pace
+from shared.policy.step_costs import StepCosts
+
+_MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_BUDGET = 512
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What steps truly cost. `one_token`: seconds of a target step of one token; it grows with arithmetic
+    from about `knee` tokens on, and by the same again for every `attention` tokens of context. The drafter
+    costs `draft_ratio` of it. `shared`: both run on the same cores. `transport`: seconds from process to process."""
+
+    draft_ratio: float
+    one_token: float = 0.03
+    knee: float = 64.0
+    attention: float = 200_000.0
+    shared: bool = False
+    transport: float = 0.001
+    # Multiplicative noise of a step, and how often it takes 3 to 10 times as long.
+    sigma: float = 0.08
+    outliers: float = 0.005
+
+    def seconds(self, num_tokens: int, context: int) -> float:
+        return self.one_token * ((1 + (num_tokens / self.knee) ** 4) ** 0.25 + context / self.attention)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Streams that each send a request, and the next when it has ended. `load` and `acceptance`: by time."""
+
+    load: Callable[[float], int]
+    acceptance: Callable[[float], float]
+    num_prompt_tokens: int
+    output_tokens: tuple[int, int] = (64, 256)
+    seconds: float = 60.0
+
+
+@dataclass(eq=False)
+class _Lane:
+    pace: Pace
+    num_output_wanted: int
+    alpha_offset: float
+    prompt_left: int
+    num_context: int
+    num_output: int = 0
+    num_steps: int = 0
+    num_seen: int = 0
+    verifying: int = 0
+    asked: int = 0
+    drawn: int = 0
+    catching_up: int = 0
+    asked_unseen: int = 0
+    received: float = 0.0
+    previous: float = 0.0
+    in_step: int = 0
+    answered: float = 0.0  # when its last round's result was sent, until its next draft comes
+
+
+@dataclass(eq=False)
+class _Server:
+    """A worker's engine: at most one step at a time, with so much work left."""
+
+    left: float = 0.0
+    total: float = 0.0
+    began: float = 0.0
+    num_tokens: int = 0
+    lanes: list[_Lane] = field(default_factory=list)
+    busy: bool = False
+    version: int = 0
+
+
+class Simulation:
+    """One run; `tokens` counts output, `rounds` and `drafted` what was speculated."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        workload: Workload,
+        seed: int,
+        fixed: int | None = None,
+        slow: tuple[float, float, float] = (0.0, 0.0, 1.0),
+        lockstep: bool = True,
+    ) -> None:
+        """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow."""
+        self.machine, self.workload, self.slow = machine, workload, slow
+        self.dice = random.Random(seed)
+        self.texts = random.Random(seed + 2)
+        self.now = 0.0
+        self.lockstep = lockstep
+        self.away = 0.0
+        self.hold = 0.0
+        self.fixed = fixed
+        bias = random.Random(seed + 1)
+        costs = [
+            StepCosts([(n, machine.seconds(n, 0) * scale * bias.lognormvariate(0, 0.1)) for n in _MEASURED_SIZES])
+            for scale in (1.0, machine.draft_ratio)
+        ]
+        self.controller = GammaController(costs[0], costs[1], 8, lambda: self.now)
+        self.tokens = 0
+        self.measured_from = float("inf")
+        self.num_started = 0
+        self.rounds = 0
+        self.drafted = 0
+        self.trace: list[tuple[float, int]] = []  # when a result came, and the γ it came from
+        self.lanes: list[_Lane] = []
+        self.prefills: deque[_Lane] = deque()
+        self.target, self.drafter = _Server(), _Server()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.drift = 1.0
+
+    def run(self) -> float:
+        """Output tokens a second."""
+        self.at(0.0, self.arrive)
+        for second in range(1, int(self.workload.seconds)):
+            self.at(float(second), self.arrive)
+        while self.events:
+            self.now, _, act = heapq.heappop(self.events)
+            if self.now >= self.measured_from + self.workload.seconds:
+                break
+            act()
+        return self.tokens / self.workload.seconds
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.order), act))
+
+    def arrive(self) -> None:
+        """As many streams as there should be now; those too many end with their request."""
+        while len(self.lanes) < self.workload.load(self.now):
+            prompt = self.workload.num_prompt_tokens
+            lane = _Lane(
+                Pace(self.controller.acceptance, self.fixed),
+                self.texts.randint(*self.workload.output_tokens),
+                self.texts.gauss(0, 0.04),
+                prompt,
+                prompt,
+            )
+            lane.num_steps = 1
+            lane.received = self.now
+            self.lanes.append(lane)
+            self.prefills.append(lane)
+        self.at(self.now + self.machine.transport, self.step_target)
+
+    # Workers
+
+    def step_target(self) -> None:
+        if self.target.busy:
+            return
+        lanes, tokens, context = [], 0, 0
+        for lane in self.lanes:
+            lane.in_step = 0
+            if lane.prompt_left == 0 and lane.num_steps > 0 and lane.num_output < lane.num_output_wanted:
+                lane.in_step = lane.verifying + 1
+                tokens += lane.in_step
+                context += lane.num_context
+                lanes.append(lane)
+        for lane in self.prefills:
+            if tokens >= _BUDGET:
+                break
+            lane.in_step = min(lane.prompt_left, _BUDGET - tokens)
+            tokens += lane.in_step
+            context += lane.num_context
+            lanes.append(lane)
+        if lanes and self.lockstep:
+            seconds = self.machine.seconds(tokens, context)
+            back = [
+                lane.answered + 1.25 * self.away
+                for lane in self.lanes
+                if lane.answered and lane.answered + 1.25 * self.away > self.now
+            ]
+            if back and len(back) * seconds > len(lanes) * (max(back) - self.now):
+                self.at(max(back) + 1e-9, self.step_target)
+                return
+        if lanes:
+            self.begin(self.target, lanes, tokens, self.machine.seconds(tokens, context), self.end_target_step)
+
+    def step_drafter(self) -> None:
+        if self.drafter.busy:
+            return
+        lanes, tokens, context = [], 0, 0
+        for lane in self.lanes:
+            if lane.catching_up or lane.asked:
+                lane_tokens = min(max(lane.catching_up, 1), _BUDGET - tokens)
+                if lane_tokens <= 0:
+                    break
+                tokens += lane_tokens
+                context += lane.num_context
+                lanes.append(lane)
+                if lane.catching_up:
+                    lane.catching_up -= lane_tokens
+        if lanes:
+            seconds = self.machine.draft_ratio * self.machine.seconds(tokens, context)
+            self.begin(self.drafter, lanes, tokens, seconds, self.end_draft_step)
+
+    def begin(self, server: _Server, lanes: list[_Lane], tokens: int, seconds: float, end: Callable[[], None]) -> None:
+        dice, machine = self.dice, self.machine
+        self.drift = min(1.2, max(0.9, self.drift * dice.lognormvariate(0, 0.01)))
+        seconds *= self.drift * dice.lognormvariate(0, machine.sigma)
+        if dice.random() < machine.outliers:
+            seconds *= dice.uniform(3, 10)
+        if self.slow[0] <= self.now < self.slow[1]:
+            seconds *= self.slow[2]
+        self.progress()
+        server.busy, server.left, server.total, server.began = True, seconds, seconds, self.now
+        server.lanes, server.num_tokens = lanes, tokens
+        self.reschedule()
+
+    def progress(self) -> None:
+        """Takes off the work done since the last change."""
+        both = self.target.busy and self.drafter.busy and self.machine.shared
+        elapsed = (self.now - getattr(self, "_since", 0.0)) * (0.5 if both else 1.0)
+        for server in (self.target, self.drafter):
+            if server.busy:
+                server.left -= elapsed
+        self._since = self.now
+
+    def reschedule(self) -> None:
+        both = self.target.busy and self.drafter.busy and self.machine.shared
+        for server, end in ((self.target, self.end_target_step), (self.drafter, self.end_draft_step)):
+            if server.busy:
+                server.version += 1
+                version = server.version
+
+                def finish(server: _Server = server, version: int = version, end: Callable[[], None] = end) -> None:
+                    if server.version == version:
+                        self.progress()
+                        server.busy = False
+                        server.version += 1
+                        end()
+                        self.reschedule()
+
+                self.at(self.now + max(0.0, server.left) * (2.0 if both else 1.0), finish)
+
+    def end_target_step(self) -> None:
+        seconds, num_tokens = self.now - self.target.began, self.target.num_tokens
+        results = []
+        for lane in self.target.lanes:
+            if lane.prompt_left:
+                lane.prompt_left -= lane.in_step
+                if lane.prompt_left:
+                    continue
+                self.prefills.remove(lane)
+                self.num_started += 1
+                if self.num_started == self.workload.load(0.0):
+                    self.measured_from, self.tokens = self.now, 0
+                accepted = 0
+                gamma = 0
+            else:
+                gamma, accepted = lane.verifying, 0
+                alpha = min(0.99, max(0.0, self.workload.acceptance(self.now) + lane.alpha_offset))
+                while accepted < gamma and self.dice.random() < alpha:
+                    accepted += 1
+            lane.answered = self.now if lane.verifying else 0.0
+            lane.verifying = 0
+            lane.num_steps -= 1
+            gained = min(accepted + 1, lane.num_output_wanted - lane.num_output)
+            lane.num_output += gained
+            lane.num_context += gained
+            self.tokens += gained
+            results.append((lane, gamma, accepted))
+        self.at(self.now + self.machine.transport, lambda: self.receive(results, num_tokens, seconds))
+        self.step_target()
+
+    def end_draft_step(self) -> None:
+        proposals = []
+        for lane in self.drafter.lanes:
+            if lane.catching_up == 0 and lane.asked:
+                lane.drawn += 1
+                if lane.drawn == lane.asked:
+                    proposals.append((lane, lane.asked))
+                    lane.asked = lane.drawn = 0
+        num_tokens, seconds = self.drafter.num_tokens, self.now - self.drafter.began
+        if proposals:
+
+            def forward() -> None:
+                for lane, gamma in proposals:
+
+                    def arrive(lane: _Lane = lane, gamma: int = gamma) -> None:
+                        lane.verifying = gamma
+                        lane.num_steps += 1
+                        if lane.answered:
+                            away = min(self.now - lane.answered, 4 * self.away or 1.0)
+                            self.away += 0.1 * (away - self.away)
+                            lane.answered = 0.0
+
+                    self.at(self.now + self.machine.transport, arrive)
+                self.at(self.now + self.machine.transport, self.step_target)
+
+            self.at(self.now + self.machine.transport, forward)
+        self.step_drafter()
+
+    # Router
+
+    def receive(self, results: list[tuple[_Lane, int, int]], num_tokens: int, seconds: float) -> None:
+        asked = False
+        for lane, gamma, accepted in results:
+            load = len(self.lanes)
+            decoding = load - len(self.prefills)
+            lane.previous, lane.received = lane.received, self.now
+            self.trace.append((self.now, gamma))
+            if gamma:
+                self.rounds += 1
+                self.drafted += gamma
+                lane.pace.drafting.acceptance.observe(gamma, accepted)
+                if num_tokens <= 2 * decoding * (gamma + 1):
+                    self.controller.observe_round(
+                        decoding, gamma, lane.asked_unseen, num_tokens, self.now - lane.previous
+                    )
+            elif lane.num_output > 1 and num_tokens <= 2 * decoding and lane.previous > 0:
+                self.controller.observe_plain(decoding, self.now - lane.previous)
+            if lane.num_output >= lane.num_output_wanted:
+                self.controller.leave(lane.pace.drafting, lane.num_output)
+                self.lanes.remove(lane)
+                continue
+            unseen = lane.num_context - lane.num_seen
+            situation = Situation(
+                load - len(self.prefills),
+                len(self.prefills),
+                sum(each.prompt_left for each in self.prefills),
+                unseen,
+                lane.num_output,
+                self.workload.output_tokens[1] - lane.num_output,
+            )
+            move = lane.pace.next(self.controller, situation, lane.num_steps)
+            if move.num_draft_tokens or move.catch_up:
+                lane.catching_up += unseen - (0 if move.num_draft_tokens else 1)
+                lane.num_seen = lane.num_context
+                asked = True
+            if move.num_draft_tokens:
+                lane.asked, lane.asked_unseen, lane.drawn = move.num_draft_tokens, unseen, 0
+            lane.num_steps += move.num_steps
+        self.arrive()
+        if asked:
+            self.at(self.now + self.machine.transport, self.step_drafter)
