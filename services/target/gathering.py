@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-
-from shared.engine.sequence import Sequence
+from collections.abc import Callable, Hashable
 
 # How much an absence counts against those before it, and how many times as long as usual one may be for that.
 _WEIGHT = 0.2
@@ -27,14 +25,14 @@ class Gathering:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._away: dict[Sequence, float] = {}  # since when
+        self._away: dict[Hashable, float] = {}  # since when
         self._usual = 0.0
 
-    def left(self, sequence: Sequence) -> None:
+    def left(self, sequence: Hashable) -> None:
         """Its round ended; the drafter is asked for its next draft now."""
         self._away[sequence] = self._clock()
 
-    def returned(self, sequence: Sequence) -> None:
+    def returned(self, sequence: Hashable) -> None:
         """Its next draft is here, or word that it goes on without."""
         since = self._away.pop(sequence, None)
         if since is not None:
@@ -43,7 +41,7 @@ class Gathering:
                 self._usual = absence
             self._usual += _WEIGHT * (min(absence, _MOST_TIMES * self._usual) - self._usual)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Hashable) -> None:
         """It ended, or was lost."""
         self._away.pop(sequence, None)
 

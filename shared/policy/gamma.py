@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +14,8 @@ from shared.policy.step_costs import StepCosts
 # Drafting begins when it promises this much more than plain decoding, and ends when it promises less than
 # that: estimates err, and changing between the two costs something itself.
 _BEGIN_AT = 1.05
-_STAY_AT = 1.0
+_STAY_AT = 1.02
+_KEEP = 1.03
 # Prompt tokens in a step when there are more than enough of them.
 _PREFILL_STEP_TOKENS = 512
 # Share of the time that may go into finding out whether drafting would pay after all.
@@ -21,7 +23,9 @@ _SCOUTING_SHARE = 0.01
 _SCOUTING_ROUNDS = 8
 # What was learnt of rounds counts half after so many seconds without one.
 _HALF_LIFE_SECONDS = 10.0
-_REMEASURE_SECONDS = 10.0
+_UTILISATION_SECONDS = 5.0
+_LEAST_IDLE = 0.05
+_REMEASURE_SECONDS = 20.0
 # Tokens of output before any sequence has ended; how much an ended one counts.
 _PRIOR_OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.1
@@ -53,6 +57,20 @@ class Drafting:
         self.situation: Situation | None = None
 
 
+class Utilisation:
+    """The share of the time that prefills take, forgetting what is long ago."""
+
+    def __init__(self, now: float) -> None:
+        self.share = 0.0
+        self._since = now
+
+    def observe(self, busy: bool, now: float) -> None:
+        """Since the last call there were prefills, or there were none."""
+        kept = math.exp((self._since - now) / _UTILISATION_SECONDS)
+        self.share = kept * self.share + (1 - kept) * busy
+        self._since = now
+
+
 class GammaController:
     """Chooses γ for the sequences of one target worker and the drafter."""
 
@@ -77,7 +95,8 @@ class GammaController:
         self._plain_known: dict[int, float] = {}
         self._num_to_measure = 0.0
         self._members: dict[Drafting, None] = {}
-        self._calls = 0
+        self._decided_at = -math.inf
+        self._utilisation = Utilisation(clock())
         self.gamma = 0  # of the group
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
@@ -85,9 +104,10 @@ class GammaController:
         sequence.situation = situation
         if sequence not in self._members:
             self._members[sequence] = None
-        self._calls += 1
-        if self._calls >= min(situation.load, len(self._members)):
-            self._calls = 0
+        self._utilisation.observe(situation.num_waiting > 0, self._clock())
+        # All whose rounds ended together get the same answer: who drafts less waits for who drafts more.
+        if self._clock() - self._decided_at > 0.5 * self.target.seconds(1):
+            self._decided_at = self._clock()
             self._decide(situation)
         if self.measuring and not _prefill_bound(situation):
             return 0
@@ -168,12 +188,14 @@ class GammaController:
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
             if _prefill_bound(s):
                 price = num_follow / (num_follow + s.num_prefill_tokens / s.num_waiting)
-                gain = tokens - price * gamma
+                gain = 1 + (1 - self._utilisation.share) * (tokens - 1) - price * gamma
             else:
                 overhead = self._rounds.seconds(load, gamma)
                 overhead = min(overhead, confidence * overhead)
                 seconds = self.round_seconds(load, gamma) + overhead
                 gain = plain * num_follow / (catch_up + num_follow * seconds / tokens)
+            if gamma == self.gamma:
+                gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
         self.gamma = best
@@ -186,9 +208,13 @@ class GammaController:
         s = sequence.situation
         assert s is not None
         tokens = expected_tokens(sequence.acceptance.rate, gamma)
-        catch_up = (now.load + now.num_waiting) * self.catch_up_seconds(s.num_unseen)
+        catch_up = self._delay(now, self.catch_up_seconds(s.num_unseen))
         saved = (1 - 1 / tokens) * self.plain_seconds(now.load)
         return self._num_expected(s) * saved > catch_up
+
+    def _delay(self, now: Situation, seconds: float) -> float:
+        """Seconds that so much further work costs all sequences together, those behind it in the queue included."""
+        return (now.load + now.num_waiting) * seconds / max(_LEAST_IDLE, 1 - self._utilisation.share)
 
     def _num_expected(self, s: Situation) -> float:
         return max(1.0, min(s.num_remaining, max(self._num_output_tokens - s.num_output, s.num_output, 16.0)))

@@ -49,7 +49,7 @@ class Pace:
         wanted = min(self._wanted, situation.num_remaining - 1)
         if wanted <= 0 or controller is None:
             self._wanted = 0
-            return Move(num_steps=GRANTED_STEPS)
+            return Move(num_steps=3 if controller is not None and controller.measuring else GRANTED_STEPS)
         catch_up = controller.catch_up_seconds(situation.num_unseen) if fresh else 0.0
         num_meanwhile = math.ceil(catch_up / controller.plain_seconds(situation.load) - 0.5)
         if num_steps == 0 and num_meanwhile <= 0:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.target.gathering import Gathering
 from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import Pace
 from shared.policy.step_costs import StepCosts
@@ -71,7 +72,6 @@ class _Lane:
     received: float = 0.0
     previous: float = 0.0
     in_step: int = 0
-    answered: float = 0.0  # when its last round's result was sent, until its next draft comes
 
 
 @dataclass(eq=False)
@@ -97,16 +97,13 @@ class Simulation:
         seed: int,
         fixed: int | None = None,
         slow: tuple[float, float, float] = (0.0, 0.0, 1.0),
-        lockstep: bool = True,
     ) -> None:
         """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow."""
         self.machine, self.workload, self.slow = machine, workload, slow
         self.dice = random.Random(seed)
         self.texts = random.Random(seed + 2)
         self.now = 0.0
-        self.lockstep = lockstep
-        self.away = 0.0
-        self.hold = 0.0
+        self.gathering = Gathering(lambda: self.now)
         self.fixed = fixed
         bias = random.Random(seed + 1)
         costs = [
@@ -179,16 +176,10 @@ class Simulation:
             tokens += lane.in_step
             context += lane.num_context
             lanes.append(lane)
-        if lanes and self.lockstep:
-            seconds = self.machine.seconds(tokens, context)
-            back = [
-                lane.answered + 1.25 * self.away
-                for lane in self.lanes
-                if lane.answered and lane.answered + 1.25 * self.away > self.now
-            ]
-            if back and len(back) * seconds > len(lanes) * (max(back) - self.now):
-                self.at(max(back) + 1e-9, self.step_target)
-                return
+        wait = self.gathering.seconds_to_wait(len(lanes), self.machine.seconds(tokens, context))
+        if wait > 0:
+            self.at(self.now + wait, self.step_target)
+            return
         if lanes:
             self.begin(self.target, lanes, tokens, self.machine.seconds(tokens, context), self.end_target_step)
 
@@ -268,13 +259,14 @@ class Simulation:
                 alpha = min(0.99, max(0.0, self.workload.acceptance(self.now) + lane.alpha_offset))
                 while accepted < gamma and self.dice.random() < alpha:
                     accepted += 1
-            lane.answered = self.now if lane.verifying else 0.0
             lane.verifying = 0
             lane.num_steps -= 1
             gained = min(accepted + 1, lane.num_output_wanted - lane.num_output)
             lane.num_output += gained
             lane.num_context += gained
             self.tokens += gained
+            if gamma and lane.num_steps == 0 and lane.num_output < lane.num_output_wanted:
+                self.gathering.left(lane)
             results.append((lane, gamma, accepted))
         self.at(self.now + self.machine.transport, lambda: self.receive(results, num_tokens, seconds))
         self.step_target()
@@ -287,7 +279,6 @@ class Simulation:
                 if lane.drawn == lane.asked:
                     proposals.append((lane, lane.asked))
                     lane.asked = lane.drawn = 0
-        num_tokens, seconds = self.drafter.num_tokens, self.now - self.drafter.began
         if proposals:
 
             def forward() -> None:
@@ -296,10 +287,7 @@ class Simulation:
                     def arrive(lane: _Lane = lane, gamma: int = gamma) -> None:
                         lane.verifying = gamma
                         lane.num_steps += 1
-                        if lane.answered:
-                            away = min(self.now - lane.answered, 4 * self.away or 1.0)
-                            self.away += 0.1 * (away - self.away)
-                            lane.answered = 0.0
+                        self.gathering.returned(lane)
 
                     self.at(self.now + self.machine.transport, arrive)
                 self.at(self.now + self.machine.transport, self.step_target)
