@@ -516,7 +516,7 @@ async def test_a_late_proposal_costs_neither_the_link_nor_the_sequence_its_draft
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draft_link, "_LEAST_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 0.01)
     async with stack() as s:
         assert s.drafter is not None
         assert s.fleet.draft is not None
@@ -546,7 +546,10 @@ async def read_into(output: Output, call: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [Answer.EXHAUSTED, Answer.CONTEXT_EXCEEDED])
-async def test_a_drafter_without_room_is_not_told_everything_again_and_again(answer: Answer) -> None:
+async def test_a_drafter_without_room_is_not_told_everything_again_and_again(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 60.0)
     async with stack() as s:
         assert s.drafter is not None
         s.drafter.answers = {3: answer}
