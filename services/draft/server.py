@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import defaultdict
 
@@ -19,12 +20,16 @@ from shared.rpc.server import RpcServer
 from shared.telemetry.attributes import NUM_DRAFT_TOKENS
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.tracing import Telemetry, configure
+from shared.worker.bundles import bundles
 from shared.worker.messages import params_from_proto, proposal_to_proto
 from shared.worker.service import run_worker
 from shared.worker.servicer import WorkerServicer
 from shared.worker.stream import Lane, RouterStream
 
 Stream = RouterStream[draft_pb2.DraftResponse]
+
+# A drafter may be prefilling for long with nothing to answer: how often routers hear that it is alive.
+_SIGN_SECONDS = 1.0
 
 
 class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftResponse], draft_pb2_grpc.DrafterServicer):
@@ -37,6 +42,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         super().__init__(telemetry, fingerprint)
         self._optimistic = optimistic
         self._drafters: dict[Sequence, Drafter] = {}
+        self._last_sign = -math.inf
 
     async def drain(self) -> None:
         """Routers go on without a drafter, so there is nothing to wait for."""
@@ -44,34 +50,40 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             self._announce_drain(stream)
 
     def _on_request(self, stream: Stream, request: draft_pb2.DraftRequest) -> None:
-        for sequence_id in request.releases:
-            self._on_release(stream, sequence_id)
-        answers = [self._on_propose(stream, propose) for propose in request.proposes]
-        results = [answer for answer in answers if answer is not None]
-        if results:
-            stream.send(draft_pb2.DraftResponse(results=results))
+        answers = [answer for operation in request.operations for answer in self._on_operation(stream, operation)]
+        for bundle in bundles(answers):
+            stream.send(draft_pb2.DraftResponse(results=bundle))
 
-    def _on_propose(self, stream: Stream, propose: draft_pb2.Propose) -> draft_pb2.DraftResult | None:
+    def _on_operation(self, stream: Stream, operation: draft_pb2.DraftOperation) -> list[draft_pb2.DraftResult]:
+        """Acts on one operation; the answer if there is one already."""
+        match operation.WhichOneof("operation"):
+            case "propose":
+                return self._on_propose(stream, operation.propose)
+            case "release":
+                self._on_release(stream, operation.release)
+        return []
+
+    def _on_propose(self, stream: Stream, propose: draft_pb2.Propose) -> list[draft_pb2.DraftResult]:
         """Sets a sequence to drafting; a result only if it is ready already, or can't be."""
         position = propose.base_length + len(propose.token_ids)
         if position >= self.engine.max_context:
             self._on_release(stream, propose.sequence_id)
-            return _refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_EXHAUSTED)
+            return [_refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_CONTEXT_EXCEEDED)]
         if propose.base_length == 0:
             self._on_release(stream, propose.sequence_id)
             self._begin(stream, propose)
         lane = stream.lanes.get(propose.sequence_id)
         if lane is None or lane.sequence.num_committed != (propose.base_length or position):
-            return _refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
+            return [_refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)]
         lane.traceparent = propose.traceparent
         drafter = self._drafters[lane.sequence]
         if propose.base_length:
             drafter.commit(propose.base_length, propose.token_ids)
         if propose.num_draft_tokens == 0:
             drafter.prefill()
-            return None
+            return []
         drafter.ask(min(propose.num_draft_tokens, self.engine.max_context - position))
-        return self._answer(lane, drafter) if drafter.answerable else None
+        return [self._answer(lane, drafter)] if drafter.answerable else []
 
     def _begin(self, stream: Stream, propose: draft_pb2.Propose) -> None:
         sequence = Sequence(
@@ -104,10 +116,16 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
                 _refusal(lane.sequence_id, sequence.num_committed, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
             )
             self._on_release(lane.stream, lane.sequence_id)
-        if results:
+        sign_is_due = time.monotonic() - self._last_sign >= _SIGN_SECONDS
+        if results or sign_is_due:
             stats = self._stats(outcome)
             for stream, entries in results.items():
-                stream.send(draft_pb2.DraftResponse(results=entries, stats=stats))
+                for bundle in bundles(entries):
+                    stream.send(draft_pb2.DraftResponse(results=bundle, stats=stats))
+            if sign_is_due:
+                self._last_sign = time.monotonic()
+                for stream in {lane.stream for lane in self._lanes.values()} - results.keys():
+                    stream.send(draft_pb2.DraftResponse(stats=stats))
         # Nobody is told which prefixes a drafter holds, but the record must not grow.
         self.engine.blocks.take_events()
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from outrider.v1 import worker_pb2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
+from services.router.outbox import Outbox
 from shared.policy.step_costs import StepCosts
 from shared.rpc.channel import connect
 from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
+Operation = TypeVar("Operation", bound=Message)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
@@ -30,7 +33,7 @@ class _Refused(Exception):
     """A worker came back with another model or tokenizer."""
 
 
-class WorkerConnection(ABC, Generic[Request, Response]):
+class WorkerConnection(ABC, Generic[Operation, Request, Response]):
     """Subclasses say what is sent and what to do with what comes.
 
     `info` is the worker's own description while it is connected, else None; `epoch` counts connections,
@@ -49,7 +52,7 @@ class WorkerConnection(ABC, Generic[Request, Response]):
         self.info: worker_pb2.WorkerInfo | None = None
         self.epoch = 0
         self.costs = StepCosts([(1, 1.0)])
-        self._pending: Request | None = None
+        self._outbox = Outbox(self._release_operation)
         self._wake_writer = asyncio.Event()
         self._call: Any = None
 
@@ -76,16 +79,21 @@ class WorkerConnection(ABC, Generic[Request, Response]):
                 else:
                     logger.info("worker closed its stream", extra={"address": self.address})
                 finally:
+                    self._outbox.clear()
                     self._on_lost()
                     await self._announce(None)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
-    def pending(self) -> Request:
-        """The message being gathered: whatever is added before the writer's next turn goes out in one."""
-        if self._pending is None:
-            self._pending = self._new_request()
-            self._wake_writer.set()
-        return self._pending
+    def send(self, operation: Operation, sequence_ids: Sequence[int], *, begins: bool = False) -> None:
+        """Has the worker told, behind all that it was told before; `begins` says that it learns of these sequences
+        by this. Raises Internal if that is more than a message can carry."""
+        self._outbox.add(operation, sequence_ids, begins=begins)
+        self._wake_writer.set()
+
+    def send_release(self, sequence_id: int) -> None:
+        """Has a sequence released, and what was not yet sent of it forgotten."""
+        self._outbox.release(sequence_id)
+        self._wake_writer.set()
 
     def hang_up(self) -> None:
         """Gives up on a worker that does not answer: its stream ends, and `run` connects again when it can."""
@@ -93,7 +101,10 @@ class WorkerConnection(ABC, Generic[Request, Response]):
             self._call.cancel()
 
     @abstractmethod
-    def _new_request(self) -> Request: ...
+    def _new_request(self, operations: Sequence[Operation]) -> Request: ...
+
+    @abstractmethod
+    def _release_operation(self, sequence_id: int) -> Operation: ...
 
     @abstractmethod
     async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.WorkerInfo:
@@ -118,7 +129,7 @@ class WorkerConnection(ABC, Generic[Request, Response]):
                 raise
             raise _Refused(str(error)) from error
         self.epoch += 1
-        self._pending = None
+        self._outbox.clear()
         self.costs = step_costs(info)
         await self._announce(info)
         logger.info("worker connected", extra={"address": self.address, "instance": info.instance_id})
@@ -157,9 +168,9 @@ class WorkerConnection(ABC, Generic[Request, Response]):
         while True:
             await self._wake_writer.wait()
             self._wake_writer.clear()
-            message, self._pending = self._pending, None
-            if message is not None:
-                await call.write(message)
+            # Whatever is added while a write waits goes out in the next ones.
+            while operations := self._outbox.take():
+                await call.write(self._new_request(operations))
 
 
 def step_costs(info: worker_pb2.WorkerInfo) -> StepCosts:

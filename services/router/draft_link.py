@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import grpc
 from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
@@ -16,14 +19,34 @@ from shared.worker.messages import params_to_proto
 
 logger = logging.getLogger(__name__)
 
-# A drafter that takes longer than this is no help; the sequence goes on without it.
-_PROPOSAL_TIMEOUT_SECONDS = 5.0
+# A proposal may take so many times what the step costs make of it, within these limits.
+_PATIENCE = 4.0
+_LEAST_PATIENCE_SECONDS = 0.5
+_MOST_PATIENCE_SECONDS = 5.0
+# A sequence that got none decodes plainly for so long, each time in a row twice as long.
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 16.0
+# A worker from which nothing at all comes for so long, while answers are overdue, hangs.
+_SILENCE_SECONDS = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Ask:
+    """A proposal asked for and not yet there. `num_unseen` tokens come before it that the drafter may not have
+    computed yet; `due` (`time.monotonic`) is when it should be there. `answer` is None if the connection is lost."""
+
+    sequence_id: int
+    position: int
+    num_unseen: int
+    due: float
+    answer: asyncio.Future[draft_pb2.DraftResult | None]
 
 
 class DraftLane:
     """One sequence's place on the draft worker, made anew there whenever it was lost.
 
-    The drafter is expendable: every failure is an absent proposal, never an error.
+    The drafter is expendable: every failure is an absent proposal, never an error. A late answer is waited for
+    no longer, but not asked for again either before it has come.
     """
 
     def __init__(self, link: DraftLink, num_prompt_tokens: int, params: SamplingParams, cache_salt: bytes) -> None:
@@ -31,11 +54,15 @@ class DraftLane:
         self._num_prompt_tokens = num_prompt_tokens
         self._params = params
         self._cache_salt = cache_salt
-        self._sequence_id = link.new_sequence_id()
-        # Committed tokens the worker was told of, over the connection of that epoch.
+        self._sequence_id = 0
+        # Committed tokens the worker was told of, over the connection of that epoch, and those it has surely computed.
         self._num_told = 0
+        self._num_computed = 0
         self._epoch = link.epoch
-        self._given_up = False
+        self._ask: Ask | None = None
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._paused_until = 0.0
+        self._outgrown = False
 
     @property
     def num_told(self) -> int:
@@ -43,12 +70,13 @@ class DraftLane:
 
     @property
     def available(self) -> bool:
-        """Whether the drafter is there, and has not let this sequence wait too long once already."""
-        return self._link.connected and not self._given_up
+        """Whether the drafter is there and has room for this sequence, as far as is known."""
+        waiting = self._ask is not None and not self._ask.answer.done()
+        return self._link.connected and not self._outgrown and not waiting and time.monotonic() >= self._paused_until
 
     def prefill(self, token_ids: Sequence[int], traceparent: str) -> None:
         """Has the drafter compute the prompt's KV while the target does."""
-        if self._link.connected:
+        if self.available and self._fits(token_ids):
             self._tell(token_ids, 0, traceparent)
 
     async def propose(
@@ -56,42 +84,46 @@ class DraftLane:
     ) -> worker_pb2.Proposal | None:
         """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or None."""
         for _ in range(2):  # the second time with all tokens, if the drafter had forgotten the sequence
-            if not self.available:
+            self._take_late_answer()
+            if not self.available or not self._fits(token_ids):
                 return None
-            num_responses = self._link.num_responses
-            answer = self._link.expect(self._sequence_id, len(token_ids))
             self._tell(token_ids, num_draft_tokens, traceparent)
-            try:
-                async with asyncio.timeout(_PROPOSAL_TIMEOUT_SECONDS):
-                    result = await answer
-            except TimeoutError:
-                logger.warning("no proposal in %g s", _PROPOSAL_TIMEOUT_SECONDS, extra={"address": self._link.address})
-                self.release()
-                self._given_up = True
-                if self._link.num_responses == num_responses:
-                    # No sequence got an answer meanwhile: the worker hangs.
-                    self._link.hang_up()
+            num_unseen = len(token_ids) - self._num_computed
+            ask = self._ask = self._link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
+            await asyncio.wait([ask.answer], timeout=ask.due - time.monotonic())
+            if not ask.answer.done():
+                logger.info("no proposal in time", extra={"address": self._link.address, "unseen": num_unseen})
+                self._pause()
+                self._link.watch()
                 return None
-            finally:
-                self._link.forget(self._sequence_id, len(token_ids))
+            self._ask = None
+            result = ask.answer.result()
             if result is None:
                 return None
+            self._take(result)
             if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
+                self._pause_seconds = _FIRST_PAUSE_SECONDS
                 return result.proposal
-            self._num_told = 0
-            if result.status == draft_pb2.DRAFT_STATUS_EXHAUSTED:
-                return None
         return None
 
     def release(self) -> None:
         """Gives the place up. Safe to call again, and to propose after it."""
+        ask, self._ask = self._ask, None
         if self.num_told:
-            self._link.release(self._sequence_id)
+            self._link.release(self._sequence_id, ask)
         self._num_told = 0
+
+    def _fits(self, token_ids: Sequence[int]) -> bool:
+        info = self._link.info
+        self._outgrown = info is not None and len(token_ids) >= info.max_context
+        return not self._outgrown
 
     def _tell(self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str) -> None:
         told = self.num_told
-        propose = self._link.pending().proposes.add(
+        if told == 0:
+            self._sequence_id = self._link.new_sequence_id()
+            self._num_computed = 0
+        propose = draft_pb2.Propose(
             sequence_id=self._sequence_id,
             base_length=told,
             token_ids=token_ids[told:],
@@ -102,39 +134,94 @@ class DraftLane:
             propose.params.CopyFrom(params_to_proto(self._params))
             propose.num_prompt_tokens = self._num_prompt_tokens
             propose.cache_salt = self._cache_salt
+        self._link.send(draft_pb2.DraftOperation(propose=propose), [self._sequence_id], begins=told == 0)
         self._num_told, self._epoch = len(token_ids), self._link.epoch
 
+    def _take_late_answer(self) -> None:
+        """An answer that nobody waited for any more still tells whether the drafter has the sequence."""
+        if self._ask is not None and self._ask.answer.done():
+            ask, self._ask = self._ask, None
+            if (result := ask.answer.result()) is not None:
+                self._take(result)
 
-class DraftLink(WorkerConnection[draft_pb2.DraftRequest, draft_pb2.DraftResponse]):
-    """The draft worker as the router sees it. `num_responses` counts the messages that came from it."""
+    def _take(self, result: draft_pb2.DraftResult) -> None:
+        if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
+            self._num_computed = result.position
+            return
+        self._num_told = 0
+        if result.status == draft_pb2.DRAFT_STATUS_EXHAUSTED:
+            self._pause()
+        self._outgrown = result.status == draft_pb2.DRAFT_STATUS_CONTEXT_EXCEEDED
+
+    def _pause(self) -> None:
+        self._paused_until = time.monotonic() + self._pause_seconds
+        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+
+class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftRequest, draft_pb2.DraftResponse]):
+    """The draft worker as the router sees it."""
 
     def __init__(
         self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
     ) -> None:
         super().__init__(address, check, changed)
-        self.num_responses = 0
         # By sequence and position: an answer that comes too late must not pass for the next one.
-        self._answers: dict[tuple[int, int], asyncio.Future[draft_pb2.DraftResult | None]] = {}
+        self._asks: dict[tuple[int, int], Ask] = {}
         self._sequence_ids = itertools.count(1)
+        self._last_response = 0.0
+        self._watching: asyncio.TimerHandle | None = None
 
     def new_sequence_id(self) -> int:
         return next(self._sequence_ids)
 
-    def expect(self, sequence_id: int, position: int) -> asyncio.Future[draft_pb2.DraftResult | None]:
-        """The sequence's result behind that many committed tokens; None if the connection is lost."""
-        answer: asyncio.Future[draft_pb2.DraftResult | None] = asyncio.get_running_loop().create_future()
-        self._answers[sequence_id, position] = answer
-        return answer
+    def ask(self, sequence_id: int, position: int, num_unseen: int, num_draft_tokens: int) -> Ask:
+        """Notes that the worker was asked for a proposal behind that many committed tokens."""
+        now = time.monotonic()
+        due = now + self._patience(num_unseen, num_draft_tokens)
+        ask = Ask(sequence_id, position, num_unseen, due, asyncio.get_running_loop().create_future())
+        self._asks[sequence_id, position] = ask
+        return ask
 
-    def forget(self, sequence_id: int, position: int) -> None:
-        self._answers.pop((sequence_id, position), None)
-
-    def release(self, sequence_id: int) -> None:
+    def release(self, sequence_id: int, ask: Ask | None) -> None:
+        """Gives a sequence up, and the proposal asked for it if there is one. One that is overdue is let come: it
+        tells a worker that is slow from one that hangs."""
+        if ask is not None and not ask.answer.done():
+            if ask.due <= time.monotonic():
+                ask.answer.add_done_callback(lambda _: self.release(sequence_id, None))
+                return
+            del self._asks[sequence_id, ask.position]
         if self.connected:
-            self.pending().releases.append(sequence_id)
+            self.send_release(sequence_id)
 
-    def _new_request(self) -> draft_pb2.DraftRequest:
-        return draft_pb2.DraftRequest()
+    def watch(self) -> None:
+        """Hangs up once nothing at all has come from the worker for long while answers are overdue."""
+        if self._watching is None:
+            self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._watching = None
+        first_due = min((ask.due for ask in self._asks.values()), default=math.inf)
+        if first_due > now:
+            return
+        silent_until = max(first_due, self._last_response) + _SILENCE_SECONDS
+        if silent_until <= now:
+            logger.warning("no answers for %g s", _SILENCE_SECONDS, extra={"address": self.address})
+            self.hang_up()
+        else:
+            self._watching = asyncio.get_running_loop().call_later(silent_until - now, self._look)
+
+    def _patience(self, num_unseen: int, num_draft_tokens: int) -> float:
+        """Seconds to wait for a proposal: the drafter catches up with all sequences that wait, then drafts for all."""
+        num_unseen += sum(ask.num_unseen for ask in self._asks.values())
+        expected = self.costs.seconds(num_unseen) + num_draft_tokens * self.costs.seconds(1 + len(self._asks))
+        return min(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * expected), _MOST_PATIENCE_SECONDS)
+
+    def _new_request(self, operations: Sequence[draft_pb2.DraftOperation]) -> draft_pb2.DraftRequest:
+        return draft_pb2.DraftRequest(operations=operations)
+
+    def _release_operation(self, sequence_id: int) -> draft_pb2.DraftOperation:
+        return draft_pb2.DraftOperation(release=sequence_id)
 
     async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.WorkerInfo:
         stub = draft_pb2_grpc.DrafterStub(channel)
@@ -144,16 +231,18 @@ class DraftLink(WorkerConnection[draft_pb2.DraftRequest, draft_pb2.DraftResponse
         return draft_pb2_grpc.DrafterStub(channel).Serve()
 
     def _on_response(self, response: draft_pb2.DraftResponse) -> None:
-        self.num_responses += 1
+        self._last_response = time.monotonic()
         if response.HasField("stats"):
             self.costs.observe(response.stats.num_tokens, response.stats.seconds)
         for result in response.results:
-            answer = self._answers.get((result.sequence_id, result.position))
-            if answer is not None and not answer.done():
-                answer.set_result(result)
+            ask = self._asks.pop((result.sequence_id, result.position), None)
+            if ask is not None:
+                ask.answer.set_result(result)
 
     def _on_lost(self) -> None:
-        answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            if not answer.done():
-                answer.set_result(None)
+        asks, self._asks = self._asks, {}
+        for ask in asks.values():
+            ask.answer.set_result(None)
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None

@@ -55,13 +55,14 @@ class TargetLane:
     def verify(self, position: int, proposal: worker_pb2.Proposal | None, num_steps: int, traceparent: str) -> None:
         """Asks for a round (or with no proposal for plain decoding) and allows `num_steps` more steps."""
         self.num_steps += num_steps
-        self.link.pending().verifies.add(
+        verify = target_pb2.Verify(
             sequence_id=self.sequence_id,
             position=position,
             proposal=proposal,
             num_steps=num_steps,
             traceparent=traceparent,
         )
+        self.link.send(target_pb2.TargetOperation(verify=verify), [self.sequence_id])
 
     def release(self) -> None:
         """Gives the place up; nothing more is received. Safe to call again."""
@@ -79,7 +80,7 @@ class Backlog:
     num_tokens: int = 0
 
 
-class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetResponse]):
+class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetRequest, target_pb2.TargetResponse]):
     """A target worker as the router sees it."""
 
     def __init__(
@@ -123,8 +124,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
         lanes = [TargetLane(self, next(self._sequence_ids), num_steps, 0) for _ in params]
         self._begin_waiting(lanes[0], len(token_ids))
         first, *forks = lanes
-        self._lanes.update((lane.sequence_id, lane) for lane in lanes)
-        self.pending().prefills.add(
+        prefill = target_pb2.Prefill(
             sequence_id=first.sequence_id,
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
@@ -137,6 +137,9 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
             cache_salt=cache_salt,
             traceparent=traceparent,
         )
+        sequence_ids = [lane.sequence_id for lane in lanes]
+        self.send(target_pb2.TargetOperation(prefill=prefill), sequence_ids, begins=True)
+        self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         return lanes
 
     def release(self, sequence_id: int) -> None:
@@ -144,10 +147,13 @@ class TargetLink(WorkerConnection[target_pb2.TargetRequest, target_pb2.TargetRes
         if lane is not None:
             self._end_waiting(lane)
         if lane is not None and self.connected:
-            self.pending().releases.append(sequence_id)
+            self.send_release(sequence_id)
 
-    def _new_request(self) -> target_pb2.TargetRequest:
-        return target_pb2.TargetRequest()
+    def _new_request(self, operations: Sequence[target_pb2.TargetOperation]) -> target_pb2.TargetRequest:
+        return target_pb2.TargetRequest(operations=operations)
+
+    def _release_operation(self, sequence_id: int) -> target_pb2.TargetOperation:
+        return target_pb2.TargetOperation(release=sequence_id)
 
     async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.WorkerInfo:
         stub = target_pb2_grpc.TargetStub(channel)

@@ -21,6 +21,7 @@ from shared.sampling.proposal import Proposal
 from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.tracing import Telemetry, configure
+from shared.worker.bundles import bundles
 from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto
 from shared.worker.service import run_worker
 from shared.worker.servicer import WorkerServicer
@@ -58,13 +59,20 @@ class TargetServicer(
         stream.send(target_pb2.TargetResponse(draining=True))
 
     def _on_request(self, stream: Stream, request: target_pb2.TargetRequest) -> None:
-        for sequence_id in request.releases:
-            self._on_release(stream, sequence_id)
-        results = [result for prefill in request.prefills for result in self._on_prefill(stream, prefill)]
-        refused = [self._on_verify(stream, verification) for verification in request.verifies]
-        results += [result for result in refused if result is not None]
-        if results:
-            stream.send(target_pb2.TargetResponse(results=results))
+        refusals = [refusal for operation in request.operations for refusal in self._on_operation(stream, operation)]
+        for bundle in bundles(refusals):
+            stream.send(target_pb2.TargetResponse(results=bundle))
+
+    def _on_operation(self, stream: Stream, operation: target_pb2.TargetOperation) -> list[target_pb2.StepResult]:
+        """Acts on one operation; the results of what cannot be."""
+        match operation.WhichOneof("operation"):
+            case "prefill":
+                return self._on_prefill(stream, operation.prefill)
+            case "verify":
+                return self._on_verify(stream, operation.verify)
+            case "release":
+                self._on_release(stream, operation.release)
+        return []
 
     def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> list[target_pb2.StepResult]:
         """Begins a sequence and its forks; if that cannot be, a result for each of them."""
@@ -95,7 +103,7 @@ class TargetServicer(
         self.engine.scheduler.add(sequence)
         return []
 
-    def _on_verify(self, stream: Stream, verification: target_pb2.Verify) -> target_pb2.StepResult | None:
+    def _on_verify(self, stream: Stream, verification: target_pb2.Verify) -> list[target_pb2.StepResult]:
         """Lets a sequence go on; a result only if it is not here, or not where the router thinks it is."""
         lane = stream.lanes.get(verification.sequence_id)
         proposal = proposal_from_proto(verification.proposal)
@@ -108,9 +116,9 @@ class TargetServicer(
                     lane.sequence.proposal = proposal
                 lane.sequence.num_steps += verification.num_steps
                 lane.traceparent = verification.traceparent
-                return None
+                return []
             self._on_release(stream, verification.sequence_id)
-        return _refusal(verification.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
+        return [_refusal(verification.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)]
 
     def _is_sound(self, proposal: Proposal, sequence: Sequence) -> bool:
         """Whether a proposal can be verified. A malformed one must not spoil the step of all others: its own
@@ -150,7 +158,8 @@ class TargetServicer(
             self._on_release(lane.stream, lane.sequence_id)
         stats = self._stats(outcome)
         for stream, entries in results.items():
-            stream.send(target_pb2.TargetResponse(results=entries, stats=stats))
+            for bundle in bundles(entries):
+                stream.send(target_pb2.TargetResponse(results=bundle, stats=stats))
         events = self.engine.blocks.take_events()
         if self._publisher is not None:
             self._publisher.evicted(events.evicted)

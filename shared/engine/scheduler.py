@@ -2,7 +2,8 @@
 
 One counter drives everything (as in vLLM v1): a sequence has tokens it knows and `num_computed_tokens` that
 must catch up. A step takes verifications and decodes first, then fills its token budget with prefill chunks
-(SARATHI, Agrawal et al. 2023). Out of blocks, the youngest sequence is preempted and recomputed later.
+(SARATHI, Agrawal et al. 2023). Out of blocks, or of places for more sequences, what a drafter keeps for a
+sequence that nobody waits for goes first; then the youngest sequence is preempted. Either is recomputed later.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # hold blocks
         self._waiting: dict[Sequence, None] = {}  # hold none, oldest first
         self._arrivals = count()
+        self._num_steps = 0
 
     @property
     def num_running(self) -> int:
@@ -108,6 +110,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no sequence has anything to compute."""
         plan = StepPlan()
+        self._num_steps += 1
         budget = self.max_batch_tokens
         ready = [sequence for sequence in self._running if sequence.num_pending_tokens > 0]
         # Verifications and decodes first: they are what a client is waiting to read.
@@ -116,10 +119,12 @@ class Scheduler:
             if sequence in self._running:  # not preempted meanwhile
                 budget -= self._schedule_running(sequence, budget, plan)
         for sequence in list(self._waiting):
-            if budget <= 0 or len(self._running) >= self._max_sequences:
+            if budget <= 0:
                 break
             if sequence.num_pending_tokens > 0:
-                if not self._admit(sequence) and not (self._preempt_idle_drafts(plan) and self._admit(sequence)):
+                while not (admitted := self._admit(sequence)) and (idle := self._idle_draft()) is not None:
+                    self._preempt(idle, plan)
+                if not admitted:
                     break
                 budget -= self._schedule_running(sequence, budget, plan)
         return plan if plan.scheduled else None
@@ -166,10 +171,11 @@ class Scheduler:
                 copies = self._prepare_blocks(sequence, start, start + num_tokens)
                 break
             except OutOfBlocks:
-                victim = max(self._running, key=lambda other: other.arrival)
+                victim = self._idle_draft() or max(self._running, key=lambda other: other.arrival)
                 returned += self._preempt(victim, plan)
                 if victim is sequence:
                     return -returned
+        sequence.last_step = self._num_steps
         plan.scheduled.append(ScheduledSequence(sequence, start, num_tokens, num_rows, copies))
         return num_tokens - returned
 
@@ -189,7 +195,9 @@ class Scheduler:
         return copies
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence its cached prefix, if the pool has room for all it knows now."""
+        """Gives a waiting sequence a place and its cached prefix, if the pool has room for all it knows now."""
+        if len(self._running) >= self._max_sequences:
+            return False
         # The last token is always computed: its logits are what the next one is drawn from.
         num_full = (len(sequence.token_ids) - 1) // self.block_size
         hashes = self._hashes(sequence, len(sequence.token_ids))[:num_full]
@@ -222,15 +230,13 @@ class Scheduler:
         self._waiting = dict.fromkeys(waiting)
         return returned
 
-    def _preempt_idle_drafts(self, plan: StepPlan) -> bool:
-        """Takes the blocks of drafting sequences that nobody waits for, which may stay idle for long (γ = 0).
+    def _idle_draft(self) -> Sequence | None:
+        """Of the drafting sequences that hold blocks and that nobody waits for, the one idle for longest.
 
-        A target's sequences are idle for moments only: they keep theirs. Returns whether there were any.
+        They may stay idle for long (γ = 0). A target's sequences are idle for moments only: they keep theirs.
         """
-        idle = [sequence for sequence in self._running if sequence.drafting and sequence.num_pending_tokens == 0]
-        for sequence in idle:
-            self._preempt(sequence, plan)
-        return bool(idle)
+        idle = (sequence for sequence in self._running if sequence.drafting and sequence.num_pending_tokens == 0)
+        return min(idle, key=lambda sequence: sequence.last_step, default=None)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)

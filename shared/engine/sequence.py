@@ -51,6 +51,7 @@ class Sequence:
         self.finish: Finish | None = None
         # Kept by the scheduler.
         self.arrival = 0
+        self.last_step = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.block_table: list[int] = []

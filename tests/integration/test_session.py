@@ -16,7 +16,6 @@ from typing import Any
 import grpc
 import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
-from shared.policy.step_costs import StepCosts
 
 from services.router import draft_link
 from services.router import server as router_server
@@ -29,8 +28,12 @@ from services.router.tenants import Tenants
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
+from shared.policy.step_costs import StepCosts
 from shared.rpc.channel import connect
+from shared.rpc.errors import Internal
+from shared.rpc.options import MAX_MESSAGE_BYTES
 from shared.rpc.server import RpcServer
+from shared.sampling.params import SamplingParams
 from shared.settings import StartupError
 from shared.telemetry.metrics import RouterMetrics
 from shared.telemetry.tracing import configure
@@ -181,7 +184,8 @@ async def stack(
 
 @pytest.fixture
 def quick_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_link, "_PROPOSAL_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(draft_link, "_LEAST_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(draft_link, "_SILENCE_SECONDS", 0.2)
 
 
 def expected_rounds(num_draft_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
@@ -419,6 +423,24 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
         await s.until_idle()
 
 
+async def test_what_one_message_cannot_carry_goes_out_in_several() -> None:
+    async with stack() as s:
+        link = s.fleet.targets[0]
+        epoch = link.epoch
+        params, salt = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), bytes(15 * 2**20)
+        # 75 MiB that have come together before the writer's turn.
+        lanes = [link.prefill(PROMPT, len(PROMPT), [params], 1, salt, "")[0] for _ in range(5)]
+        for lane in lanes:
+            assert list((await lane.next()).result.token_ids) == GREEDY[:1]
+        with pytest.raises(Internal, match="at most"):
+            link.prefill(PROMPT, len(PROMPT), [params], 1, bytes(MAX_MESSAGE_BYTES), "")
+        assert link.epoch == epoch
+        assert link.num_lanes == 5
+        for lane in lanes:
+            lane.release()
+        await s.until_idle()
+
+
 # Drafters that fail
 
 
@@ -440,7 +462,7 @@ async def test_a_drafter_that_dies_while_asked_is_not_waited_for() -> None:
     async with stack() as s:
         assert s.drafter is not None
         s.drafter.answer = Answer.ABORT
-        assert (await s.generate(greedy(3), timeout=draft_link._PROPOSAL_TIMEOUT_SECONDS * 0.8)).tokens == {0: GREEDY}
+        assert (await s.generate(greedy(3), timeout=draft_link._SILENCE_SECONDS * 0.8)).tokens == {0: GREEDY}
 
 
 async def test_a_probe_that_is_due_is_made() -> None:
@@ -503,6 +525,86 @@ async def test_a_sequence_that_the_drafter_keeps_waiting_does_not_cost_the_other
         assert all(output.tokens == {0: plain_output(PROMPT, 400)} for output in outputs)
         assert s.fleet.draft.epoch == epoch
         assert sorted(output.usage.rounds > 0 for output in outputs if output.usage) == [False, True, True]
+
+
+async def test_a_late_proposal_costs_neither_the_link_nor_the_sequence_its_drafter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft_link, "_LEAST_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 0.01)
+    async with stack() as s:
+        assert s.drafter is not None
+        assert s.fleet.draft is not None
+        link, drafter, epoch = s.fleet.draft, s.drafter, s.fleet.draft.epoch
+        drafter.gate.clear()
+        output = Output()
+        call = s.stub.Generate(greedy(3, max_tokens=400))
+        reading = asyncio.create_task(read_into(output, call))
+        await until(lambda: len(output.tokens.get(0, ())) > 20, "decoded plainly")
+        assert drafter.num_asked == 1, "not asked again while it owes an answer"
+        s.target.gate.clear()
+        drafter.gate.set()
+        await until(lambda: not link._asks, "late answer come")
+        s.target.gate.set()
+        await reading
+        assert output.tokens == {0: plain_output(PROMPT, 400)}
+        assert output.usage is not None
+        assert output.usage.rounds > 10
+        assert drafter.num_begun == 1, "told what was new only"
+        assert link.epoch == epoch
+        await s.until_idle()
+
+
+async def read_into(output: Output, call: Any) -> None:
+    async for chunk in call:
+        output.take(chunk)
+
+
+@pytest.mark.parametrize("answer", [Answer.EXHAUSTED, Answer.CONTEXT_EXCEEDED])
+async def test_a_drafter_without_room_is_not_told_everything_again_and_again(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 60.0)
+    async with stack() as s:
+        assert s.drafter is not None
+        s.drafter.answers = {3: answer}
+        assert (await s.generate(greedy(3, max_tokens=200))).tokens == {0: plain_output(PROMPT, 200)}
+        assert s.drafter.num_asked == 4
+        assert s.drafter.num_begun == 1
+        await s.until_idle()
+
+
+async def test_room_that_was_not_there_is_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 0.0)
+    async with stack() as s:
+        assert s.drafter is not None
+        s.drafter.answers = {0: Answer.EXHAUSTED}
+        output = await s.generate(greedy(3, max_tokens=200))
+        assert output.usage is not None
+        assert output.usage.rounds > 10
+        assert s.drafter.num_begun == 2
+
+
+async def test_a_drafter_of_shorter_context_is_not_asked_beyond_it() -> None:
+    async with stack() as s:
+        assert s.drafter is not None
+        assert s.fleet.draft is not None
+        link = s.fleet.draft
+        await s.drafter.stop()
+        await until(lambda: not link.connected, "loss noticed")
+        s.drafter.info.max_context = 60
+        await s.drafter.start()
+        await until(lambda: link.connected, "connected again")
+        output = await s.generate(greedy(3, max_tokens=200))
+        assert output.tokens == {0: plain_output(PROMPT, 200)}
+        assert output.usage is not None
+        assert output.usage.rounds > 5
+        assert s.drafter.num_begun == 1
+        long = greedy(3)
+        long.token_ids.ids[:] = range(1, 61)
+        assert (await s.generate(long)).tokens == {0: plain_output(range(1, 61), MAX_TOKENS)}
+        assert s.drafter.num_begun == 1, "not even told of it"
+        await s.until_idle()
 
 
 async def test_the_drafter_is_used_again_when_it_is_back() -> None:

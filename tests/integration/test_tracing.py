@@ -49,7 +49,8 @@ class Router(inference_pb2_grpc.InferenceServicer):
                 stub = target_pb2_grpc.TargetStub(self._worker)
                 await stub.GetWorkerState(worker_pb2.GetWorkerStateRequest(), metadata=trace_metadata())
                 prefill = target_pb2.Prefill(sequence_id=1, traceparent=traceparent(span))
-                call = stub.Serve(iter([target_pb2.TargetRequest(prefills=[prefill])]))
+                operations = [target_pb2.TargetOperation(prefill=prefill)]
+                call = stub.Serve(iter([target_pb2.TargetRequest(operations=operations)]))
                 async for _ in call:
                     pass
             yield inference_pb2.GenerateResponse(text="a")
@@ -74,7 +75,7 @@ class Worker(target_pb2_grpc.TargetServicer):
 
     async def Serve(self, request_iterator: Any, context: Any) -> AsyncIterator[target_pb2.TargetResponse]:
         async for request in request_iterator:
-            for prefill in request.prefills:
+            for prefill in [operation.prefill for operation in request.operations]:
                 arguments = ("prefill", prefill.traceparent, 1_000, 5_000, {"outrider.cached_tokens": 16})
                 engine = threading.Thread(target=self._telemetry.record_span, args=arguments)
                 engine.start()

@@ -78,10 +78,17 @@ class Answer(Enum):
     HANG = auto()
     UNKNOWN = auto()
     EXHAUSTED = auto()
+    CONTEXT_EXCEEDED = auto()
     GARBAGE = auto()  # ids that are none, more of them than asked for
     EMPTY = auto()
     LATE = auto()  # a proposal for another position first
     ABORT = auto()
+
+
+_REFUSALS = {
+    Answer.EXHAUSTED: draft_pb2.DRAFT_STATUS_EXHAUSTED,
+    Answer.CONTEXT_EXCEEDED: draft_pb2.DRAFT_STATUS_CONTEXT_EXCEEDED,
+}
 
 
 class Worker:
@@ -214,14 +221,14 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
     async def _read(self, requests: AsyncIterator[target_pb2.TargetRequest], stream: TargetStream) -> None:
         try:
             async for request in requests:
-                for sequence_id in request.releases:
-                    stream.sequences.pop(sequence_id, None)
-                for prefill in request.prefills:
-                    self._prefill(stream, prefill)
-                for verify in request.verifies:
-                    if not self._verify(stream, verify):
-                        stream.sequences.pop(verify.sequence_id, None)
-                        await stream.send(_refusal(verify.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE))
+                for operation in request.operations:
+                    match operation.WhichOneof("operation"):
+                        case "prefill":
+                            self._prefill(stream, operation.prefill)
+                        case "verify":
+                            await self._verify(stream, operation.verify)
+                        case "release":
+                            stream.sequences.pop(operation.release, None)
                 stream.changed.set()
         finally:
             stream.changed.set()
@@ -241,7 +248,12 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
                 list(prefill.token_ids), prefill.num_prompt_tokens, params, prefill.num_steps
             )
 
-    def _verify(self, stream: TargetStream, verify: target_pb2.Verify) -> bool:
+    async def _verify(self, stream: TargetStream, verify: target_pb2.Verify) -> None:
+        if not self._goes_on(stream, verify):
+            stream.sequences.pop(verify.sequence_id, None)
+            await stream.send(_refusal(verify.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE))
+
+    def _goes_on(self, stream: TargetStream, verify: target_pb2.Verify) -> bool:
         sequence = stream.sequences.get(verify.sequence_id)
         if sequence is None:
             return False
@@ -326,13 +338,17 @@ class DraftSequence:
 
 
 class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
-    """`answer` says what it does, `answers` what else by number of the Propose that asks for tokens (from 0)."""
+    """`answer` says what it does, `answers` what else by number of the Propose that asks for tokens (from 0); with
+    `gate` cleared, it answers none. `num_begun` counts the sequences it was told of from their beginning."""
 
     def __init__(self, tokenizer_fingerprint: str) -> None:
         super().__init__(worker_info("fake-draft", tokenizer_fingerprint, DRAFT_SECONDS))
         self.answer = Answer.PROPOSE
         self.answers: dict[int, Answer] = {}
         self.num_asked = 0
+        self.num_begun = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.streams: list[dict[int, DraftSequence]] = []
 
     @property
@@ -347,10 +363,11 @@ class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
         self.streams.append(sequences)
         try:
             async for request in request_iterator:
-                for sequence_id in request.releases:
-                    sequences.pop(sequence_id, None)
-                for propose in request.proposes:
-                    for result in await self._propose(sequences, propose, context):
+                for operation in request.operations:
+                    if operation.WhichOneof("operation") == "release":
+                        sequences.pop(operation.release, None)
+                        continue
+                    for result in await self._propose(sequences, operation.propose, context):
                         stats = worker_pb2.StepStats(seconds=DRAFT_SECONDS, num_tokens=1, num_sequences=1)
                         await context.write(draft_pb2.DraftResponse(results=[result], stats=stats))
         finally:
@@ -363,8 +380,11 @@ class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
         if propose.num_draft_tokens:
             answer = self.answers.pop(self.num_asked, answer)
             self.num_asked += 1
+            await self.gate.wait()
         if propose.base_length == 0:
             self._expect(0 < propose.num_prompt_tokens <= len(propose.token_ids), "a beginning without its prompt")
+            self._expect(propose.sequence_id not in sequences, f"sequence {propose.sequence_id} twice")
+            self.num_begun += 1
             sequences[propose.sequence_id] = DraftSequence(list(propose.token_ids), propose.params)
         position = propose.base_length + len(propose.token_ids)
         result = draft_pb2.DraftResult(sequence_id=propose.sequence_id, position=position)
@@ -383,9 +403,9 @@ class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
             sequence.token_ids += propose.token_ids
         if propose.num_draft_tokens == 0 or answer is Answer.HANG:
             return []
-        if answer is Answer.EXHAUSTED:
+        if answer in _REFUSALS:
             del sequences[propose.sequence_id]
-            result.status = draft_pb2.DRAFT_STATUS_EXHAUSTED
+            result.status = _REFUSALS[answer]
             return [result]
         result.status = draft_pb2.DRAFT_STATUS_PROPOSED
         if answer is Answer.GARBAGE:

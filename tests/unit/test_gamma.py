@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.gamma import GammaController
 from shared.policy.step_costs import StepCosts

@@ -217,10 +217,11 @@ def test_random_traffic_gets_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_drafters_follow_what_is_committed(seed: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "max_sequences"), [(14, 64), (200, 2)])
+def test_drafters_follow_what_is_committed(seed: int, num_blocks: int, max_sequences: int) -> None:
     """A drafter draws on, is told what really came, and its KV is never anything but its own tokens'."""
     rng = random.Random(seed)
-    machine = Machine(num_blocks=14, max_batch_tokens=9)
+    machine = Machine(num_blocks, max_batch_tokens=9, max_sequences=max_sequences)
     truth = {
         new: decoded(new.token_ids, SamplingParams(max_tokens=40, sequence_index=1 + i % 2))
         for i, new in enumerate(
@@ -253,9 +254,9 @@ def test_drafters_follow_what_is_committed(seed: int) -> None:
                 new.num_steps, new.num_wanted_tokens = 0, len(new.token_ids) - 1
             else:
                 new.num_steps = max(0, min(rng.randint(1, 5), len(text) - new.num_committed) - new.num_drawn)
-        waiting = machine.scheduler.num_waiting
+        held = [new for new in machine.sequences if new.block_table]
         machine.step()
-        num_preempted += machine.scheduler.num_waiting > waiting
+        num_preempted += sum(not new.block_table for new in held)
     assert all(new not in machine.sequences for new in truth), "a drafter starves"
     assert num_preempted > 0
     machine.scheduler.check()
@@ -458,6 +459,64 @@ def test_an_idle_sequence_that_lost_its_blocks_comes_back_when_asked() -> None:
     assert len(idle.token_ids) == 9
     idle.num_steps = 100
     run(machine, idle)
+
+
+def drafting(prompt: list[int], num_steps: int = 1) -> Sequence:
+    return Sequence(prompt, len(prompt), SamplingParams(), ROOT, drafting=True, num_steps=num_steps)
+
+
+def idle_drafts(machine: Machine, count: int) -> list[Sequence]:
+    """Drafting sequences of two blocks each that nobody waits for, the first idle for longest."""
+    drafts = [drafting([i] * 6) for i in range(count)]
+    for draft in drafts:
+        machine.scheduler.add(draft)
+    while machine.step() is not None:
+        pass
+    for draft in drafts:
+        draft.commit(6, draft.token_ids[6:])
+        draft.num_steps = 1
+        machine.step()
+        assert draft.num_pending_tokens == 0
+    return drafts
+
+
+def test_a_new_draft_takes_the_place_of_the_one_idle_for_longest() -> None:
+    machine = Machine(num_blocks=100, max_sequences=4)
+    drafts = idle_drafts(machine, 4)
+    drafts[0].num_steps = 1
+    machine.step()
+    newcomers = [drafting([7] * 6), drafting([8] * 6)]
+    for newcomer in newcomers:
+        machine.scheduler.add(newcomer)
+    assert machine.step() is not None
+    assert [newcomer.num_drawn for newcomer in newcomers] == [1, 1]
+    assert [bool(draft.block_table) for draft in drafts] == [True, False, False, True]
+    drafts[1].num_steps = 1
+    assert machine.step() is not None, "and comes back when asked"
+    assert [bool(draft.block_table) for draft in drafts] == [True, True, False, False]
+
+
+def test_idle_drafts_give_up_no_more_blocks_than_are_needed() -> None:
+    machine = Machine(num_blocks=10)
+    drafts = idle_drafts(machine, 5)
+    machine.scheduler.add(newcomer := drafting([7] * 10))
+    assert machine.step() is not None
+    assert newcomer.num_drawn == 1
+    assert [bool(draft.block_table) for draft in drafts] == [False, False, True, True, True]
+
+
+def test_a_running_draft_takes_blocks_from_idle_ones_not_from_the_youngest() -> None:
+    machine = Machine(num_blocks=8)
+    drafts = idle_drafts(machine, 2)
+    running = [drafting([i] * 6, num_steps=10) for i in (7, 8)]
+    for draft in running:
+        machine.scheduler.add(draft)
+    for step in range(1, 9):
+        plan = machine.step()
+        assert plan is not None
+        assert plan.num_tokens == (12 if step == 1 else 2), "nothing is computed again"
+        assert [draft.num_drawn for draft in running] == [step, step]
+    assert [bool(draft.block_table) for draft in drafts] == [False, False]
 
 
 def test_no_more_sequences_hold_blocks_than_allowed() -> None:

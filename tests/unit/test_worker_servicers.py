@@ -1,33 +1,31 @@
-"""What the workers' servicers refuse, and how: without an engine's steps."""
+"""What the workers' servicers take in and refuse, and how: without a model."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from outrider.v1 import draft_pb2, target_pb2, worker_pb2
 
 from services.draft.server import DraftServicer
 from services.target.server import TargetServicer
+from shared.engine.block_pool import BlockPool
+from shared.engine.engine import Gain, StepOutcome
+from shared.engine.scheduler import Scheduler
+from shared.engine.sequence import Sequence
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampled import Candidates, SampledTokens, TokenLogprobs
 from shared.telemetry.tracing import configure
+from shared.worker import bundles
+from shared.worker.bundles import BUNDLE_BYTES
 from shared.worker.messages import params_to_proto
 from shared.worker.stream import RouterStream
 
 MAX_CONTEXT = 32
-
-
-class Scheduler:
-    """Keeps what it is given, forks aside."""
-
-    def __init__(self) -> None:
-        self.sequences: list[Any] = []
-
-    def add(self, sequence: Any) -> None:
-        self.sequences.append(sequence)
-
-    def remove(self, sequence: Any) -> None:
-        self.sequences = [each for each in self.sequences if each is not sequence]
 
 
 class Sent(RouterStream[Any]):
@@ -42,27 +40,76 @@ class Sent(RouterStream[Any]):
 
 
 def with_engine(servicer: Any) -> Any:
-    engine = SimpleNamespace(max_context=MAX_CONTEXT, fingerprint="f", scheduler=Scheduler())
+    blocks = BlockPool(64)
+    scheduler = Scheduler(blocks, block_size=4, max_batch_tokens=20, max_sequences=6)
+    engine = SimpleNamespace(max_context=MAX_CONTEXT, fingerprint="f", scheduler=scheduler, blocks=blocks)
     servicer._engine_loop = SimpleNamespace(engine=engine)
     return servicer
 
 
-def prefill(max_tokens: int = 8) -> target_pb2.Prefill:
+def sequences(servicer: Any) -> list[Sequence]:
+    """What the engine has, forks that wait for their first included."""
+    return [each for first in servicer.engine.scheduler.sequences() for each in (first, *first.forks)]
+
+
+def step(servicer: Any) -> None:
+    """One step of an engine whose model always says 1."""
+    scheduler = servicer.engine.scheduler
+    plan = scheduler.schedule()
+    if plan is None:
+        return
+    sampling = [item.sequence for item in plan.scheduled if item.num_rows]
+    drafted = [len(each.proposal) for each in sampling]
+    gained = scheduler.complete(plan, [SampledTokens((1,)) for _ in sampling])
+    gains = [Gain(sequence, sampled, count) for (sequence, sampled), count in zip(gained, drafted, strict=True)]
+    servicer._on_outcome(StepOutcome(gains, [], plan.num_tokens, len(plan.scheduled), 0, 0.01))
+
+
+def target_request(*operations: target_pb2.Prefill | target_pb2.Verify | int) -> target_pb2.TargetRequest:
+    """A message of these operations in this order; a number is the id of a sequence to release."""
+    request = target_pb2.TargetRequest()
+    for operation in operations:
+        if isinstance(operation, target_pb2.Prefill):
+            request.operations.add(prefill=operation)
+        elif isinstance(operation, target_pb2.Verify):
+            request.operations.add(verify=operation)
+        else:
+            request.operations.add(release=operation)
+    return request
+
+
+def draft_request(*operations: draft_pb2.Propose | int) -> draft_pb2.DraftRequest:
+    request = draft_pb2.DraftRequest()
+    for operation in operations:
+        if isinstance(operation, draft_pb2.Propose):
+            request.operations.add(propose=operation)
+        else:
+            request.operations.add(release=operation)
+    return request
+
+
+def assert_empty(servicer: Any, stream: Sent) -> None:
+    assert stream.lanes == servicer._lanes == {}
+    assert sequences(servicer) == []
+    assert servicer.engine.blocks.counts().owned == 0
+
+
+def prefill(max_tokens: int = 8, first_id: int = 4) -> target_pb2.Prefill:
     return target_pb2.Prefill(
-        sequence_id=4,
+        sequence_id=first_id,
         token_ids=[1, 2, 3],
         num_prompt_tokens=3,
         params=params_to_proto(SamplingParams(max_tokens=max_tokens)),
-        forks=[target_pb2.Fork(sequence_id=5, sequence_index=1), target_pb2.Fork(sequence_id=6, sequence_index=2)],
+        forks=[target_pb2.Fork(sequence_id=first_id + i, sequence_index=i) for i in (1, 2)],
         num_steps=1,
     )
 
 
 async def test_a_refused_prefill_answers_for_every_fork() -> None:
     servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
-    servicer._on_request(stream, target_pb2.TargetRequest(prefills=[prefill(max_tokens=MAX_CONTEXT)]))
+    servicer._on_request(stream, target_request(prefill(max_tokens=MAX_CONTEXT)))
     servicer._draining = True
-    servicer._on_request(stream, target_pb2.TargetRequest(prefills=[prefill()]))
+    servicer._on_request(stream, target_request(prefill()))
     too_large, unknown = stream.sent
     assert [(each.sequence_id, each.status) for each in too_large.results] == [
         (id, target_pb2.STEP_STATUS_TOO_LARGE) for id in (4, 5, 6)
@@ -75,13 +122,13 @@ async def test_a_refused_prefill_answers_for_every_fork() -> None:
 
 async def test_a_malformed_proposal_is_not_verified_and_costs_nobody_a_step() -> None:
     servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
-    servicer._on_request(stream, target_pb2.TargetRequest(prefills=[prefill()]))
-    [sequence] = servicer.engine.scheduler.sequences
+    servicer._on_request(stream, target_request(prefill()))
+    sequence = sequences(servicer)[0]
     sequence.num_steps = 0
     # Rejection sampling, and no word on what the tokens were drawn from.
     proposal = worker_pb2.Proposal(token_ids=[7, 8])
     verify = target_pb2.Verify(sequence_id=4, position=3, proposal=proposal, num_steps=1)
-    servicer._on_request(stream, target_pb2.TargetRequest(verifies=[verify]))
+    servicer._on_request(stream, target_request(verify))
     assert stream.sent == []
     assert len(sequence.proposal) == 0
     assert sequence.num_steps == 1
@@ -89,52 +136,156 @@ async def test_a_malformed_proposal_is_not_verified_and_costs_nobody_a_step() ->
 
 async def test_a_sequence_out_of_step_is_unknown_and_released() -> None:
     servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
-    servicer._on_request(stream, target_pb2.TargetRequest(prefills=[prefill()]))
+    servicer._on_request(stream, target_request(prefill()))
     verify = target_pb2.Verify(sequence_id=4, position=9, num_steps=1)
-    servicer._on_request(stream, target_pb2.TargetRequest(verifies=[verify]))
+    servicer._on_request(stream, target_request(verify))
     assert [each.status for each in stream.sent[0].results] == [target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE]
     assert set(stream.lanes) == {5, 6}
     servicer._on_stream_end(stream)
     assert servicer._lanes == {}
 
 
-def propose(base_length: int, num_tokens: int, num_draft_tokens: int = 4) -> draft_pb2.DraftRequest:
-    return draft_pb2.DraftRequest(
-        proposes=[
-            draft_pb2.Propose(
-                sequence_id=1,
-                base_length=base_length,
-                token_ids=[1] * num_tokens,
-                num_draft_tokens=num_draft_tokens,
-                num_prompt_tokens=3,
-                params=params_to_proto(SamplingParams()),
-            )
-        ]
+def propose(base_length: int, num_tokens: int, num_draft_tokens: int = 4, sequence_id: int = 1) -> draft_pb2.Propose:
+    return draft_pb2.Propose(
+        sequence_id=sequence_id,
+        base_length=base_length,
+        token_ids=[1] * num_tokens,
+        num_draft_tokens=num_draft_tokens,
+        num_prompt_tokens=3,
+        params=params_to_proto(SamplingParams()),
     )
 
 
 async def test_a_drafter_with_no_context_left_says_so_and_lets_go() -> None:
     servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
-    servicer._on_request(stream, propose(0, MAX_CONTEXT))
-    servicer._on_request(stream, propose(0, MAX_CONTEXT - 2))
-    [sequence] = servicer.engine.scheduler.sequences
+    servicer._on_request(stream, draft_request(propose(0, MAX_CONTEXT)))
+    servicer._on_request(stream, draft_request(propose(0, MAX_CONTEXT - 2)))
+    sequence = sequences(servicer)[0]
     assert sequence.num_steps == 2, "no more than the context holds"
-    servicer._on_request(stream, propose(MAX_CONTEXT - 2, 2))
+    servicer._on_request(stream, draft_request(propose(MAX_CONTEXT - 2, 2)))
     assert [(each.position, each.status) for sent in stream.sent for each in sent.results] == [
-        (MAX_CONTEXT, draft_pb2.DRAFT_STATUS_EXHAUSTED)
+        (MAX_CONTEXT, draft_pb2.DRAFT_STATUS_CONTEXT_EXCEEDED)
     ] * 2
-    assert servicer._drafters == servicer._lanes == stream.lanes == {}
-    assert servicer.engine.scheduler.sequences == []
+    assert servicer._drafters == {}
+    assert_empty(servicer, stream)
 
 
 async def test_a_drafter_does_not_know_what_it_was_not_told() -> None:
     servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
-    servicer._on_request(stream, propose(3, 1))
-    servicer._on_request(stream, propose(0, 3, num_draft_tokens=0))
-    servicer._on_request(stream, propose(4, 1))
+    servicer._on_request(stream, draft_request(propose(3, 1)))
+    servicer._on_request(stream, draft_request(propose(0, 3, num_draft_tokens=0)))
+    servicer._on_request(stream, draft_request(propose(4, 1)))
     assert [each.status for sent in stream.sent for each in sent.results] == [
         draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE
     ] * 2
     assert stream.lanes.keys() == {1}
-    servicer._on_request(stream, draft_pb2.DraftRequest(releases=[1, 77]))
+    servicer._on_request(stream, draft_request(1, 77))
     assert servicer._drafters == servicer._lanes == {}
+
+
+@pytest.mark.parametrize("released", list(itertools.permutations((4, 5, 6))))
+async def test_a_prefill_and_its_releases_in_one_message_leave_nothing(released: tuple[int, ...]) -> None:
+    servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
+    servicer._on_request(stream, target_request(prefill(), *released))
+    assert_empty(servicer, stream)
+    verify = target_pb2.Verify(sequence_id=4, position=3, num_steps=1)
+    servicer._on_request(stream, target_request(*released, prefill(first_id=7), verify, 9, 7))
+    assert set(stream.lanes) == {8}
+    assert len(sequences(servicer)) == 1
+    assert [(each.sequence_id, each.status) for sent in stream.sent for each in sent.results] == [
+        (4, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE)
+    ]
+    servicer._on_request(stream, target_request(8))
+    assert_empty(servicer, stream)
+
+
+async def test_a_proposal_and_its_release_in_one_message_leave_nothing() -> None:
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
+    servicer._on_request(stream, draft_request(propose(0, 3), 1, propose(0, 4, sequence_id=2), propose(4, 1), 1))
+    assert set(stream.lanes) == {2}
+    assert [(each.sequence_id, each.status) for sent in stream.sent for each in sent.results] == [
+        (1, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
+    ]
+    servicer._on_request(stream, draft_request(2))
+    assert servicer._drafters == {}
+    assert_empty(servicer, stream)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_it_means_nothing_how_operations_share_messages(seed: int) -> None:
+    """Families of sequences begin, go on and end, several at once; steps are taken in between."""
+    dice = random.Random(seed)
+    servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
+    lives: list[list[Any]] = []
+    for first_id in range(10, 80, 10):
+        ids = [first_id, first_id + 1, first_id + 2]
+        verifies = [target_pb2.Verify(sequence_id=dice.choice(ids), position=3, num_steps=2) for _ in range(4)]
+        # An order in which each release has the chance of being the operation right behind the prefill.
+        lives.append([prefill(first_id=first_id), *dice.sample([*verifies, *ids], len(verifies) + len(ids))])
+    released: set[int] = set()
+    while any(lives):
+        operations = []
+        for _ in range(dice.randint(1, 12)):
+            if going := [life for life in lives if life]:
+                operations.append(dice.choice(going).pop(0))
+        servicer._on_request(stream, target_request(*operations))
+        released |= {operation for operation in operations if isinstance(operation, int)}
+        assert not released & stream.lanes.keys()
+        assert len(stream.lanes) == len(servicer._lanes) == len(sequences(servicer))
+        for _ in range(dice.randrange(3)):
+            step(servicer)
+        servicer.engine.scheduler.check()
+    assert_empty(servicer, stream)
+
+
+async def test_answers_are_cut_into_messages_far_below_the_limit() -> None:
+    """The largest answer there can be: every sequence of a step with all its candidates or log-probabilities."""
+    drafter, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
+    params = params_to_proto(SamplingParams())
+    proposals = [
+        draft_pb2.Propose(sequence_id=i, token_ids=[1] * 3, num_draft_tokens=16, num_prompt_tokens=3, params=params)
+        for i in range(256)
+    ]
+    drafter._on_request(stream, draft_request(*proposals))
+    gains = []
+    for sequence in sequences(drafter):
+        for token in range(16):
+            sampled = SampledTokens((token,), candidates=Candidates(512, bytes(2048), bytes(2048)))
+            sequence.token_ids.append(token)
+            if token < 15:
+                drafter._drafters[sequence].take(sampled)
+        gains.append(Gain(sequence, sampled, 0))
+    drafter._on_outcome(StepOutcome(gains, [], 256, 256, 0, 0.01))
+    assert 4 <= len(stream.sent) < 10
+    assert all(sent.ByteSize() < 1.01 * BUNDLE_BYTES and sent.stats.num_tokens == 256 for sent in stream.sent)
+    assert [result.sequence_id for sent in stream.sent for result in sent.results] == list(range(256))
+    assert all(len(result.proposal.candidate_ids) == 16 * 2048 for sent in stream.sent for result in sent.results)
+
+
+async def test_results_and_refusals_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "BUNDLE_BYTES", 500)
+    servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
+    servicer._on_request(stream, target_request(*(prefill(MAX_CONTEXT, 10 * i) for i in range(100))))
+    assert len(stream.sent) >= 3
+    assert all(sent.ByteSize() < 1000 for sent in stream.sent)
+    assert sum(len(sent.results) for sent in stream.sent) == 300
+    stream.sent.clear()
+    servicer._on_request(stream, target_request(prefill()))
+    logprobs = (TokenLogprobs(-1.0, tuple((token, -1.0) for token in range(20))),)
+    gains = [Gain(sequence, SampledTokens((1,), logprobs=logprobs), 0) for sequence in sequences(servicer)]
+    servicer._on_outcome(StepOutcome(gains, [], 7, 3, 0, 0.01))
+    assert [len(sent.results) for sent in stream.sent] == [2, 1]
+    assert [sent.stats.num_tokens for sent in stream.sent] == [7, 7]
+
+
+async def test_a_drafter_that_has_nothing_to_answer_for_long_gives_signs_of_life() -> None:
+    servicer, stream, idle = with_engine(DraftServicer(configure("d", None), "x", False)), Sent(), Sent()
+    servicer._on_request(stream, draft_request(propose(0, 25)))
+    servicer._last_sign = math.inf
+    step(servicer)
+    assert stream.sent == [], "a chunk, and no hurry"
+    servicer._last_sign = -math.inf
+    servicer._on_outcome(StepOutcome([], [], 17, 1, 0, 0.01))
+    servicer._on_outcome(StepOutcome([], [], 17, 1, 0, 0.01))
+    assert [(len(sent.results), sent.stats.num_tokens) for sent in stream.sent] == [(0, 17)]
+    assert idle.sent == []

@@ -1,0 +1,127 @@
+"""How long a proposal is waited for, and when a drafter counts as hanging: by a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from outrider.v1 import draft_pb2, worker_pb2
+from services.router.gamma import StepCosts
+
+from services.router import draft_link
+from services.router.draft_link import DraftLane, DraftLink
+from shared.sampling.params import SamplingParams
+
+
+class Link(DraftLink):
+    """Counts how often it hangs up."""
+
+    def __init__(self) -> None:
+        super().__init__("localhost:1", lambda _: None, asyncio.Condition())
+        self.costs = StepCosts([(1, 0.01), (101, 0.11)])
+        self.num_hung_up = 0
+
+    def hang_up(self) -> None:
+        self.num_hung_up += 1
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its only element."""
+    time = [1000.0]
+    monkeypatch.setattr(draft_link, "time", SimpleNamespace(monotonic=lambda: time[0]))
+    return time
+
+
+async def test_a_proposal_may_take_a_small_multiple_of_what_it_should_cost(now: list[float]) -> None:
+    def patience(num_unseen: int, num_draft_tokens: int, others: int = 0, others_unseen: int = 1) -> float:
+        link = Link()
+        for sequence_id in range(others):
+            link.ask(sequence_id, 9, others_unseen, 4)
+        return link.ask(99, 9, num_unseen, num_draft_tokens).due - now[0]
+
+    assert patience(1, 1) == pytest.approx(0.5), "not less: a step may be held up by many things"
+    assert patience(101, 16) == pytest.approx(4 * (0.11 + 16 * 0.01))
+    assert patience(101, 8, others=50) == pytest.approx(4 * (0.11 * 151 / 101 + 8 * 0.06))
+    assert patience(1, 4, others=1, others_unseen=500) == pytest.approx(4 * (0.11 * 501 / 101 + 4 * 0.011))
+    assert patience(100_000, 4) == pytest.approx(5.0), "not more, whatever it costs"
+
+
+async def test_a_drafter_hangs_if_nothing_comes_while_answers_are_overdue(now: list[float]) -> None:
+    link = Link()
+    link._last_response = now[0] - 100  # nobody asked
+    ask = link.ask(1, 9, 1, 4)
+    now[0] = ask.due
+    link.watch()
+    now[0] += 4.9
+    link._look()
+    assert link.num_hung_up == 0
+    link._on_response(draft_pb2.DraftResponse())  # a sign of life
+    for _ in range(5):
+        now[0] += 4.9
+        link._look()
+        assert link.num_hung_up == 0
+        link._on_response(draft_pb2.DraftResponse())
+    now[0] += 5.0
+    link._look()
+    assert link.num_hung_up == 1
+
+
+async def test_a_silent_drafter_of_which_nothing_is_overdue_does_not_hang(now: list[float]) -> None:
+    link = Link()
+    ask = link.ask(1, 9, 1, 4)
+    now[0] = ask.due
+    link.watch()
+    link._on_response(draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(sequence_id=1, position=9)]))
+    assert ask.answer.done()
+    now[0] += 100
+    link.ask(2, 9, 1, 4)
+    link._look()
+    assert link.num_hung_up == 0
+
+
+async def test_an_overdue_answer_is_let_come_before_its_sequence_is_released(now: list[float]) -> None:
+    link = Link()
+    link.info = SimpleNamespace()  # type: ignore[assignment]
+    early, late = link.ask(1, 9, 1, 4), link.ask(2, 9, 1, 4)
+    link.release(1, early)
+    now[0] = late.due
+    link.release(2, late)
+    assert [operation.release for operation in link._outbox.take()] == [1]
+    link._on_response(draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(sequence_id=2, position=9)]))
+    await asyncio.sleep(0)
+    assert [operation.release for operation in link._outbox.take()] == [2]
+    assert link._asks == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (draft_pb2.DRAFT_STATUS_PROPOSED, [(1, 3, 2)]),
+        (draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE, [(2, 0, 5)]),
+        (draft_pb2.DRAFT_STATUS_EXHAUSTED, []),
+        (draft_pb2.DRAFT_STATUS_CONTEXT_EXCEEDED, []),
+    ],
+)
+async def test_a_late_answer_is_heeded_before_the_next_is_asked_for(
+    now: list[float], monkeypatch: pytest.MonkeyPatch, status: draft_pb2.DraftStatus, told: list[tuple[int, int, int]]
+) -> None:
+    monkeypatch.setattr(draft_link, "_LEAST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(draft_link, "_PATIENCE", 0.0)
+    link = Link()
+    link.info = worker_pb2.WorkerInfo(max_context=100)
+    lane = DraftLane(link, 3, SamplingParams(), b"")
+    assert await lane.propose([1, 2, 3], 4, "") is None
+    assert [operation.propose.token_ids for operation in link._outbox.take()] == [[1, 2, 3]]
+    now[0] += 100
+    assert not lane.available, "it owes an answer"
+    assert await lane.propose([1, 2, 3, 4], 4, "") is None
+    assert link._outbox.take() == []
+    link._on_response(
+        draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(sequence_id=1, position=3, status=status)])
+    )
+    assert lane.available
+    assert await lane.propose([1, 2, 3, 4, 5], 4, "") is None
+    asked = [operation.propose for operation in link._outbox.take()]
+    assert [(each.sequence_id, each.base_length, len(each.token_ids)) for each in asked] == told
