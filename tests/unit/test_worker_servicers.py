@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ from outrider.v1 import draft_pb2, target_pb2, worker_pb2
 
 from services.draft.server import DraftServicer
 from services.target.server import TargetServicer
+from shared.engine.block_pool import BlockPool
+from shared.engine.engine import StepOutcome
 from shared.sampling.params import SamplingParams
 from shared.telemetry.tracing import configure
 from shared.worker.messages import params_to_proto
@@ -138,3 +141,29 @@ async def test_a_drafter_does_not_know_what_it_was_not_told() -> None:
     assert stream.lanes.keys() == {1}
     servicer._on_request(stream, draft_pb2.DraftRequest(releases=[1, 77]))
     assert servicer._drafters == servicer._lanes == {}
+
+
+async def test_a_step_that_brings_a_router_nothing_is_still_a_sign_of_life() -> None:
+    """A chunk of a long prefill; routers measure a worker's silence against single steps."""
+    servicer, stream, bystander = with_engine(TargetServicer(configure("t", None), "x")), Sent(), Sent()
+    servicer.engine.scheduler.num_running, servicer.engine.scheduler.num_waiting = 1, 0
+    servicer.engine.blocks = BlockPool(4)
+    servicer._on_request(stream, target_pb2.TargetRequest(prefills=[prefill()]))
+    servicer._on_outcome(StepOutcome([], [], num_tokens=512, num_sequences=1, began_ns=0, seconds=0.25))
+    [sent] = stream.sent
+    assert (list(sent.results), sent.stats.num_tokens, sent.stats.seconds) == ([], 512, 0.25)
+    assert bystander.sent == [], "of a router that has no sequences here"
+
+
+async def test_a_worker_whose_engine_hangs_does_not_say_what_it_is() -> None:
+    servicer = TargetServicer(configure("t", None), "x")
+    submitted: asyncio.Queue[Any] = asyncio.Queue()
+    info = worker_pb2.WorkerInfo(model="m")
+    servicer._engine_loop = SimpleNamespace(submit=submitted.put_nowait)  # type: ignore[assignment]
+    servicer._info = lambda: info  # type: ignore[method-assign]
+    context: Any = None
+    asked = asyncio.create_task(servicer.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), context))
+    answer = await submitted.get()
+    assert not asked.done(), "the engine's thread has not come to it"
+    answer()
+    assert await asked == info
