@@ -22,6 +22,7 @@ from services.router.settings import RouterSettings
 from services.target.settings import TargetSettings
 from shared.engine.settings import EngineSettings
 from shared.settings import EXIT_CONFIG, ServiceSettings, StartupError
+from shared.worker.failure import EXIT_FAILED, WorkerFailed
 
 app = typer.Typer(
     name="outrider",
@@ -83,13 +84,16 @@ for _settings, _help in (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; a service that cannot start says why in one line and ends with EXIT_CONFIG."""
+    """Runs the command; a service that cannot start, or a worker that ended itself, says why in one line.
+
+    The exit status is EXIT_CONFIG then, or EXIT_FAILED.
+    """
     try:
         app(args=arguments)
-    except StartupError as error:
+    except (StartupError, WorkerFailed) as error:
         logging.shutdown()
         print(f"outrider: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_CONFIG) from None
+        raise SystemExit(EXIT_CONFIG if isinstance(error, StartupError) else EXIT_FAILED) from None
 
 
 if __name__ == "__main__":

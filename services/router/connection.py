@@ -24,7 +24,8 @@ Operation = TypeVar("Operation", bound=Message)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-INFO_TIMEOUT_SECONDS = 5.0
+# It is answered between two steps of the worker's engine.
+INFO_TIMEOUT_SECONDS = 30.0
 # Between the end of a stream and the next attempt: a worker whose streams end at once is not hammered.
 _RECONNECT_SECONDS = 0.1
 
@@ -45,7 +46,7 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
     ) -> None:
         """`check` sees what the worker says of itself before it is used. The StartupError it raises ends
         `run` the first time; a worker that was right once and comes back wrong is refused until it is right
-        again. `changed` is notified when the worker is connected and when it is lost."""
+        again. `changed` is notified when the worker is connected, drains or is lost."""
         self.address = address
         self._check = check
         self._changed = changed
@@ -143,6 +144,9 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
 
     async def _announce(self, info: worker_pb2.WorkerInfo | None) -> None:
         self.info = info
+        await self._notify()
+
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

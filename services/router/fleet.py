@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from outrider.v1 import worker_pb2
@@ -21,11 +21,14 @@ from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
+# How often it is looked whether a target worker hangs.
+_WATCH_SECONDS = 0.5
+
 
 class Fleet:
     """Links to the target workers and the drafter, held to one model and one tokenizer.
 
-    `changed` is notified when any is connected or lost; `failed` gets a StartupError when workers do not fit
+    `changed` is notified when any is connected, drains or is lost; `failed` gets a StartupError when workers do not fit
     together: no request could be served rightly.
     """
 
@@ -57,8 +60,10 @@ class Fleet:
             links.append(self.draft)
         for link in links:
             task = asyncio.create_task(link.run(), name=f"worker {link.address}")
-            task.add_done_callback(self._report)
             self._tasks.append(task)
+        self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
+        for task in self._tasks:
+            task.add_done_callback(self._report)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -71,7 +76,13 @@ class Fleet:
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
-        """What the target workers said of themselves. Raises Unavailable before the first has."""
+        """What the connected target worker with the shortest context says of itself; with none connected, the latest.
+
+        Raises Unavailable before the first has been.
+        """
+        present = [link.info for link in self.targets if link.info is not None]
+        if present:
+            return min(present, key=lambda info: info.max_context)
         if self._info is None:
             raise Unavailable("no target worker is connected yet")
         return self._info
@@ -81,31 +92,54 @@ class Fleet:
         """Whether any target worker takes sequences."""
         return any(link.usable for link in self.targets)
 
-    async def wait_until_usable(self, seconds: float) -> None:
-        """Returns when a target worker takes sequences. Raises Unavailable if none does within that time."""
+    async def wait_until_usable(self, seconds: float, num_tokens: int) -> None:
+        """Returns when a target worker takes sequences of that many tokens, prompt and output together.
+
+        Raises Unavailable if none does within that time.
+        """
         try:
             async with asyncio.timeout(seconds), self.changed:
-                await self.changed.wait_for(lambda: self.usable)
+                await self.changed.wait_for(lambda: any(link.usable and link.fits(num_tokens) for link in self.targets))
         except TimeoutError as error:
-            raise Unavailable("no target worker came back in time") from error
+            what = f"that has room for {num_tokens} tokens " if self.usable else ""
+            raise Unavailable(f"no target worker {what}came back in time") from error
 
-    async def place(self, token_ids: Sequence[int], cache_salt: bytes) -> tuple[TargetLink, int]:
+    async def place(
+        self, token_ids: Sequence[int], cache_salt: bytes, num_tokens: int, avoided: Collection[TargetLink]
+    ) -> tuple[TargetLink, int]:
         """The worker to prefill these tokens on, and the leading blocks the index says it holds.
 
-        Raises Unavailable if none is usable.
+        `num_tokens`: what the sequence may grow to, prompt and output together. Workers in `avoided` get it only if
+        there is no other. Raises Unavailable if none is usable and has room.
         """
-        usable = [link for link in self.targets if link.usable]
+        candidates = self._candidates(num_tokens, avoided)
         model = self.model
         hits: dict[str, int] = {}
         num_blocks = (len(token_ids) - 1) // model.block_size
-        if len(usable) > 1 and self._index is not None and num_blocks > 0:
+        if len(candidates) > 1 and self._index is not None and num_blocks > 0:
             root = root_hash(model.fingerprint, cache_salt)
             hashes = hash_blocks(token_ids[: num_blocks * model.block_size], model.block_size, root)
-            hits = await self._index.lookup(hashes, [link.info.instance_id for link in usable if link.info is not None])
-        # Looked at again: workers may have come and gone during the lookup.
-        loads = {link: link.load() for link in self.targets if link.usable}
+            instances = [link.info.instance_id for link in candidates if link.info is not None]
+            hits = await self._index.lookup(hashes, instances)
+            # Looked at again: workers may have come and gone during the lookup.
+            candidates = self._candidates(num_tokens, avoided)
+        if not candidates and self.usable:
+            raise Unavailable(f"no target worker has room for {num_tokens} tokens, prompt and output together, now")
+        loads = {link: link.load() for link in candidates}
         chosen = choose(list(loads.values()), num_blocks, hits)
         return next((link, hits.get(chosen, 0)) for link, load in loads.items() if load.instance_id == chosen)
+
+    def _candidates(self, num_tokens: int, avoided: Collection[TargetLink]) -> list[TargetLink]:
+        """The workers that could take a sequence, without those better left alone as long as that leaves any."""
+        candidates = [link for link in self.targets if link.usable and link.fits(num_tokens)]
+        left_alone: list[Callable[[TargetLink], bool]] = [
+            lambda link: link.overdue,
+            lambda link: link in avoided,
+            lambda link: not link.breaker.allows,
+        ]
+        for worse in left_alone:
+            candidates = [link for link in candidates if not worse(link)] or candidates
+        return candidates
 
     def gamma(self, target: TargetLink) -> GammaController | None:
         """The controller of this target worker and the drafter; None while there is no drafter."""
@@ -122,7 +156,6 @@ class Fleet:
     def _check_target(self, info: worker_pb2.WorkerInfo) -> None:
         self._check_tokenizer(info, "target")
         if self._info is None:
-            self._info = info
             if self._redis_url is not None:
                 self._index = PrefixIndex(self._redis_url, info.fingerprint)
         elif info.fingerprint != self._info.fingerprint:
@@ -131,8 +164,7 @@ class Fleet:
                 f"(blocks of {info.block_size}) differs from {self._info.model} in {self._info.dtype} "
                 f"(blocks of {self._info.block_size})"
             )
-        elif info.max_context < self._info.max_context:
-            self._info = info
+        self._info = info
 
     def _check_draft(self, info: worker_pb2.WorkerInfo) -> None:
         self._check_tokenizer(info, "draft")
@@ -143,6 +175,20 @@ class Fleet:
                 f"the {role} worker's model {info.model} has another tokenizer than the router's: "
                 "draft and target must share one vocabulary"
             )
+
+    async def _watch(self) -> None:
+        """Gives up workers that hang: at once where others can take their sequences over, else much later."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self._tick()
+
+    def _tick(self) -> None:
+        for link in self.targets:
+            link.tick(_WATCH_SECONDS)
+        for link in self.targets:
+            others = [other for other in self.targets if other is not link and other.usable and not other.overdue]
+            if link.connected and link.hung(sole=not any(other.breaker.allows for other in others)):
+                link.give_up()
 
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from opentelemetry import trace
@@ -15,12 +16,12 @@ from services.router.detokenizer import Detokenizer
 from services.router.draft_link import DraftLane
 from services.router.fleet import Fleet
 from services.router.request import GenerateOptions
-from services.router.target_link import LaneResult, TargetLane, WorkerLost
+from services.router.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import GRANTED_STEPS, Pace
-from shared.rpc.errors import Internal, Unavailable
+from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
     NUM_ACCEPTED,
@@ -32,8 +33,16 @@ from shared.telemetry.attributes import (
 )
 from shared.telemetry.tracing import Telemetry, traceparent
 
+logger = logging.getLogger(__name__)
+
 # Prefills of a sequence in a row that may fail before the request does.
 _MAX_FAILURES = 4
+# What a worker answers when it does not have a sequence, or not any more.
+_LOST = (
+    target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE,
+    target_pb2.STEP_STATUS_FAILED,
+    target_pb2.STEP_STATUS_TOO_LARGE,
+)
 
 
 class Session:
@@ -57,13 +66,15 @@ class Session:
         self._cache_salt = cache_salt
         self._failover_seconds = failover_seconds
         self._num_open = len(options.params)
+        self._most_tokens = len(options.prompt_ids) + options.params[0].max_tokens
+        self._blamed: set[TargetLink] = set()
         # A client that reads slowly does not hold KV blocks idle meanwhile.
         self._chunks = ChunkQueue()
 
     async def run(self, write: Write, generated: Callable[[], None]) -> None:
         """Generates all sequences; calls `generated` when that is over, well or not, and writing may still go on.
 
-        Raises Unavailable or Internal when workers fail for good, Aborted when the client does not read.
+        Raises Unavailable when workers fail for good, Aborted when the client does not read.
         """
         generating = asyncio.create_task(self._generate())
         generating.add_done_callback(lambda _: generated())
@@ -93,22 +104,33 @@ class Session:
                 lane.release()
             self._chunks.end()
 
-    async def prefill(self, token_ids: Sequence[int], params: Sequence[SamplingParams]) -> list[TargetLane]:
-        """Places these tokens on a target worker, a lane for each of `params`."""
+    async def prefill(
+        self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink] = ()
+    ) -> list[TargetLane]:
+        """Places these tokens on a target worker, a lane for each of `params`; on one of `avoided` only if need be."""
         with self.telemetry.span("place") as span:
-            link, num_blocks = await self.fleet.place(token_ids, self._cache_salt)
+            link, num_blocks = await self.fleet.place(token_ids, self._cache_salt, self._most_tokens, avoided)
             span.set_attribute(PLACEMENT_WORKER, link.address)
             span.set_attribute(PLACEMENT_PREFIX_TOKENS, num_blocks * self.fleet.model.block_size)
         return link.prefill(token_ids, len(self.options.prompt_ids), params, 1, self._cache_salt, current_traceparent())
 
-    async def prefill_again(self, token_ids: Sequence[int], params: SamplingParams) -> TargetLane:
+    async def prefill_again(
+        self, token_ids: Sequence[int], params: SamplingParams, avoided: Collection[TargetLink]
+    ) -> TargetLane:
         """A new lane for a sequence whose worker was lost, on another worker or on the same one, back up."""
         deadline = time.monotonic() + self._failover_seconds
         while True:
-            await self.fleet.wait_until_usable(max(0.0, deadline - time.monotonic()))
+            await self.fleet.wait_until_usable(max(0.0, deadline - time.monotonic()), self._most_tokens)
             with suppress(Unavailable):  # it was lost again before the sequence was placed there
-                [lane] = await self.prefill(token_ids, [params])
+                [lane] = await self.prefill(token_ids, [params], avoided)
                 return lane
+
+    def blame(self, link: TargetLink) -> None:
+        """Counts a failure of this request's against the worker: one, however often and for however many sequences,
+        so that a request that no worker can compute does not pass for so many broken workers."""
+        if link not in self._blamed:
+            self._blamed.add(link)
+            link.breaker.failed()
 
     def draft_lane(self, params: SamplingParams) -> DraftLane | None:
         if self.fleet.draft is None or not self.options.speculation_enabled or self.options.num_draft_tokens == 0:
@@ -153,26 +175,27 @@ class SequenceSession:
 
     async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
         """Rounds until the sequence ends; everything is released on every way out."""
-        num_failures = 0
+        # By which worker, since the latest result.
+        failures: list[TargetLink] = []
         try:
             while not self._finish_reason:
                 try:
                     entry = await self._lane.next()
                     while True:
                         _check(entry.result, len(self._token_ids))
-                        num_failures = 0
+                        failures.clear()
                         emit(self._take(entry.result))
                         if self._finish_reason:
                             return
                         entry = await self._next_result(entry)
                 except WorkerLost as error:
                     self._lane.release()
-                    num_failures += 1
-                    if num_failures > _MAX_FAILURES:
-                        raise Unavailable(
-                            f"target workers failed {num_failures} times in a row, last {error}"
-                        ) from error
-                    self._lane = await self._session.prefill_again(self._token_ids, self._params)
+                    failures.append(self._lane.link)
+                    self._session.blame(self._lane.link)
+                    logger.info("sequence lost", extra={"address": self._lane.link.address, "reason": str(error)})
+                    if len(failures) > _MAX_FAILURES:
+                        raise Unavailable(f"target workers failed {len(failures)} times in a row") from error
+                    self._lane = await self._session.prefill_again(self._token_ids, self._params, failures)
         finally:
             self._leave()
             self._lane.release()
@@ -312,10 +335,8 @@ class SequenceSession:
 
 
 def _check(result: target_pb2.StepResult, num_committed: int) -> None:
-    """Raises WorkerLost for a result that calls for another prefill, Internal for one that none would help."""
-    if result.status == target_pb2.STEP_STATUS_TOO_LARGE:
-        raise Internal("a target worker has fewer KV blocks than it said")
-    if result.status in (target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE, target_pb2.STEP_STATUS_FAILED):
+    """Raises WorkerLost for a result that calls for another prefill."""
+    if result.status in _LOST:
         raise WorkerLost(target_pb2.StepStatus.Name(result.status))
     if result.position != num_committed:
         raise WorkerLost(f"a result at position {result.position} where {num_committed} was next")

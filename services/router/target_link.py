@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,16 @@ from dataclasses import dataclass, field
 import grpc
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 
+from services.router.breaker import CircuitBreaker
 from services.router.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
 from services.router.placement import WorkerLoad
+from services.router.silence import Silence
 from shared.sampling.params import SamplingParams
 from shared.worker.messages import params_to_proto
+
+logger = logging.getLogger(__name__)
+# Results of a sequence after which its worker counts as doing its work, if it has not ended before.
+_PROVEN_RESULTS = 8
 
 
 class WorkerLost(Exception):
@@ -34,7 +41,8 @@ class LaneResult:
 class TargetLane:
     """One sequence's place on a target worker.
 
-    `num_steps` counts the results still to come by themselves: those asked for and not yet received.
+    `num_steps` counts the results still to come by themselves: those asked for and not yet received (by the
+    sequence: `num_owed`, by the link). `probe`: the sequence is to show whether a worker that failed is back.
     """
 
     link: TargetLink
@@ -42,19 +50,26 @@ class TargetLane:
     num_steps: int
     # Tokens it waits to have computed before its first result; 0 once that is here.
     num_prefill_tokens: int
+    probe: bool = False
+    num_owed: int = field(init=False)
+    num_received: int = 0
     _results: asyncio.Queue[LaneResult | None] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.num_owed = self.num_steps
 
     async def next(self) -> LaneResult:
         """The next result. Raises WorkerLost if the worker went, forgot the sequence, or failed at it."""
         found = await self._results.get()
         if found is None:
-            raise WorkerLost(self.link.address)
+            raise WorkerLost("its stream ended")
         self.num_steps -= 1
         return found
 
     def verify(self, position: int, proposal: worker_pb2.Proposal | None, num_steps: int, traceparent: str) -> None:
         """Asks for a round (or with no proposal for plain decoding) and allows `num_steps` more steps."""
         self.num_steps += num_steps
+        self.num_owed += num_steps
         verify = target_pb2.Verify(
             sequence_id=self.sequence_id,
             position=position,
@@ -81,7 +96,10 @@ class Backlog:
 
 
 class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetRequest, target_pb2.TargetResponse]):
-    """A target worker as the router sees it."""
+    """A target worker as the router sees it.
+
+    `breaker` counts the requests that it failed, over all its connections.
+    """
 
     def __init__(
         self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
@@ -89,6 +107,9 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         super().__init__(address, check, changed)
         self.draining = False
         self.backlog = Backlog()
+        self.breaker = CircuitBreaker()
+        self._silence = Silence()
+        self._notifying: asyncio.Task[None] | None = None
         self._lanes: dict[int, TargetLane] = {}
         self._sequence_ids = itertools.count(1)
         self._stats = worker_pb2.StepStats()
@@ -100,6 +121,30 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
     @property
     def usable(self) -> bool:
         return self.connected and not self.draining
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it owes results for longer than its steps take."""
+        return self._silence.overdue(self._step_seconds)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of that many tokens, prompt and output together, has room there."""
+        info = self.info
+        return info is not None and num_tokens <= min(info.max_context, info.num_blocks * info.block_size)
+
+    def tick(self, seconds: float) -> None:
+        """So much time has passed."""
+        self._silence.tick(seconds, any(lane.num_owed > 0 for lane in self._lanes.values()))
+
+    def hung(self, sole: bool) -> bool:
+        """Whether it is silent for so long that it is to be given up; `sole`: there is no other."""
+        return self._silence.hung(self._step_seconds, sole)
+
+    def give_up(self) -> None:
+        """Takes its sequences from a worker that hangs: should it wake, it finds its stream ended, and drops them."""
+        logger.warning("worker hangs", extra={"address": self.address, "silent_seconds": self._silence.seconds})
+        self.breaker.trip()
+        self.hang_up()
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
@@ -122,7 +167,6 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
     ) -> list[TargetLane]:
         """Begins a sequence for each of `params`, all on the same tokens, computed once."""
         lanes = [TargetLane(self, next(self._sequence_ids), num_steps, 0) for _ in params]
-        self._begin_waiting(lanes[0], len(token_ids))
         first, *forks = lanes
         prefill = target_pb2.Prefill(
             sequence_id=first.sequence_id,
@@ -139,15 +183,17 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         )
         sequence_ids = [lane.sequence_id for lane in lanes]
         self.send(target_pb2.TargetOperation(prefill=prefill), sequence_ids, begins=True)
+        first.probe = self.breaker.begin()
+        self._begin_waiting(first, len(token_ids))
         self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         return lanes
 
     def release(self, sequence_id: int) -> None:
-        lane = self._lanes.pop(sequence_id, None)
+        lane = self._lanes.get(sequence_id)
         if lane is not None:
-            self._end_waiting(lane)
-        if lane is not None and self.connected:
-            self.send_release(sequence_id)
+            self._drop(lane)
+            if self.connected:
+                self.send_release(sequence_id)
 
     def _new_request(self, operations: Sequence[target_pb2.TargetOperation]) -> target_pb2.TargetRequest:
         return target_pb2.TargetRequest(operations=operations)
@@ -163,26 +209,39 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         return target_pb2_grpc.TargetStub(channel).Serve()
 
     def _on_response(self, response: target_pb2.TargetResponse) -> None:
+        self._silence.heard()
         if response.draining:
             self.draining = True
+            self._notifying = asyncio.create_task(self._notify())
         if response.HasField("stats"):
             self._stats = response.stats
-            self.costs.observe(response.stats.num_tokens, response.stats.seconds)
+            if response.results:
+                self.costs.observe(response.stats.num_tokens, response.stats.seconds)
         now = time.monotonic()
         for result in response.results:
             lane = self._lanes.get(result.sequence_id)
             if lane is not None:
-                self._end_waiting(lane)
-                lane._receive(LaneResult(result, response.stats, now))
-                if result.status != target_pb2.STEP_STATUS_RUNNING:
-                    del self._lanes[result.sequence_id]
+                self._on_result(lane, LaneResult(result, response.stats, now))
+
+    def _on_result(self, lane: TargetLane, entry: LaneResult) -> None:
+        status = entry.result.status
+        self._end_waiting(lane)
+        lane.num_owed -= 1
+        lane.num_received += 1
+        ended = status in (target_pb2.STEP_STATUS_STOPPED, target_pb2.STEP_STATUS_LENGTH)
+        if ended or (status == target_pb2.STEP_STATUS_RUNNING and lane.num_received == _PROVEN_RESULTS):
+            self.breaker.succeeded()
+            lane.probe = False
+        if status != target_pb2.STEP_STATUS_RUNNING:
+            self._drop(lane)
+        lane._receive(entry)
 
     def _on_lost(self) -> None:
-        lanes, self._lanes = self._lanes, {}
-        self.backlog = Backlog()
-        for lane in lanes.values():
+        for lane in list(self._lanes.values()):
+            self._drop(lane)
             lane._receive(None)
         self.draining = False
+        self._silence.heard()
         self._stats = worker_pb2.StepStats()
 
     def _begin_waiting(self, lane: TargetLane, num_tokens: int) -> None:
@@ -196,3 +255,15 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             self.backlog.num_sequences -= 1
             self.backlog.num_tokens -= lane.num_prefill_tokens
             lane.num_prefill_tokens = 0
+
+    def _drop(self, lane: TargetLane) -> None:
+        del self._lanes[lane.sequence_id]
+        self._end_waiting(lane)
+        if lane.probe:
+            self.breaker.abandon_probe()
+
+    @property
+    def _step_seconds(self) -> float:
+        """What the longest step should take: a full one, which others' prefills may make of any."""
+        num_tokens = self.info.max_batch_tokens if self.info is not None else 1
+        return max(self.costs.seconds(num_tokens), self._stats.seconds)

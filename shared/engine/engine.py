@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shared.engine.block_pool import BlockPool
+from shared.engine.block_pool import BlockPool, OutOfBlocks
+from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool
 from shared.engine.memory import available_memory, device_cache_bytes, host_cache_bytes, measure_device
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import Scheduler, StepPlan
+from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from shared.engine.self_test import self_test
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
@@ -34,6 +35,8 @@ Sampler = Callable[[Tensor, List[SampleRows]], List[SampledTokens]]
 _MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Longest context at which the memory of a step is measured.
 _MAX_MEASURED_CONTEXT = 1 << 17
+# Failed steps in a row, with nothing else working either, after which an engine counts as broken.
+_MAX_FAILED_STEPS = 3
 
 
 class Gain(NamedTuple):
@@ -46,7 +49,7 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`gains` of the sequences that sampled; `failed` holds those lost to an error in the step, removed."""
+    """`gains` of the sequences that sampled; `failed` holds those that cannot be computed, removed."""
 
     gains: list[Gain]
     failed: list[Sequence]
@@ -57,7 +60,13 @@ class StepOutcome:
 
 
 class Engine:
-    """Continuous batching of one model's sequences. Not thread-safe: see `EngineLoop`."""
+    """Continuous batching of one model's sequences. Not thread-safe: see `EngineLoop`.
+
+    A step that fails is taken apart: each of its sequences is computed alone, and only those that fail alone are
+    lost. So one whose input breaks every step harms nobody else, and a step too large for memory goes through in
+    smaller ones. When all of them fail, a step of one token that belongs to nobody tells a worker that cannot
+    compute from requests that cannot be computed: a request sent again and again never takes the worker down.
+    """
 
     def __init__(self, model: CausalLM, settings: EngineSettings, sample: Sampler) -> None:
         self.model = model
@@ -78,6 +87,7 @@ class Engine:
         self._sample = sample
         self._runner = ModelRunner(model, pool)
         self.step_costs: list[tuple[int, float]] = []
+        self._num_failed_steps = 0
 
     def warm_up(self) -> None:
         """Admits the model by its self-test, which lays its weights out, and measures what steps cost.
@@ -88,45 +98,85 @@ class Engine:
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
     def step(self) -> StepOutcome | None:
-        """Runs one step; None when there is nothing to do."""
+        """Runs one step; None when there is nothing to do.
+
+        Raises EngineBroken after an accelerator's own error, or when several steps in a row failed for all their
+        sequences and for one token as well.
+        """
         began, began_ns = time.perf_counter(), time.time_ns()
         plan = self.scheduler.schedule()
         if plan is None:
             return None
         num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
-        gains: list[Gain] = []
-        failed: list[Sequence] = []
-        try:
-            gains = self._run(plan)
-        except Exception:
-            # An out-of-memory or a broken kernel: its sequences are told, the worker goes on.
-            logger.exception("a step failed", extra={"sequences": num_sequences, "tokens": num_tokens})
-            failed = [item.sequence for item in plan.scheduled]
-            for sequence in failed:
-                self.scheduler.remove(sequence)
+        gains, failed = self._run(plan)
+        if len(failed) < num_sequences or self._can_compute():
+            self._num_failed_steps = 0
+        else:
+            self._num_failed_steps += 1
+            if self._num_failed_steps == _MAX_FAILED_STEPS:
+                raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
         return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds)
 
-    def _run(self, plan: StepPlan) -> list[Gain]:
-        logits = self._runner.run(plan)
-        sampling = [item.sequence for item in plan.scheduled if item.num_rows]
-        rows = [
-            SampleRows(
-                sequence.params,
-                sequence.token_ids,
-                sequence.num_prompt_tokens,
-                sequence.proposal,
-                sequence.token_counts,
-            )
-            for sequence in sampling
-        ]
-        num_draft_tokens = [len(row.proposal) for row in rows]
-        sampled = self._sample(logits, rows) if rows else []
-        gained = self.scheduler.complete(plan, sampled)
+    def _run(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
+        """What the plan's sequences gained, and those that failed even alone, which are removed."""
+        rows = self._compute(plan)
+        if rows is not None:
+            return self._complete(plan, rows), []
+        gains: list[Gain] = []
+        failed: list[Sequence] = []
+        for item in plan.scheduled:
+            part = StepPlan([item])
+            # A block it copied may have been written to by the step that failed: not to be copied again.
+            again = len(plan.scheduled) > 1 and not item.copies
+            rows = self._compute(part) if again else None
+            if rows is not None:
+                gains += self._complete(part, rows)
+            else:
+                failed.append(item.sequence)
+                self.scheduler.remove(item.sequence)
+        return gains, failed
+
+    def _compute(self, plan: StepPlan) -> list[tuple[SampleRows, SampledTokens]] | None:
+        """What the plan's sequences sample, none of them changed yet; None if it failed."""
+        try:
+            logits = self._runner.run(plan)
+            sampling = [item.sequence for item in plan.scheduled if item.num_rows]
+            rows = [
+                SampleRows(
+                    sequence.params,
+                    sequence.token_ids,
+                    sequence.num_prompt_tokens,
+                    sequence.proposal,
+                    sequence.token_counts,
+                )
+                for sequence in sampling
+            ]
+            return list(zip(rows, self._sample(logits, rows) if rows else [], strict=True))
+        except Exception as error:
+            if is_device_error(error):
+                raise EngineBroken("the device failed") from error
+            extra = {"sequences": len(plan.scheduled), "tokens": plan.num_tokens}
+            logger.exception("a step failed", extra=extra)
+            return None
+
+    def _complete(self, plan: StepPlan, rows: list[tuple[SampleRows, SampledTokens]]) -> list[Gain]:
+        gained = self.scheduler.complete(plan, [sampled for _, sampled in rows])
         return [
-            Gain(sequence, tokens, drafted)
-            for (sequence, tokens), drafted in zip(gained, num_draft_tokens, strict=True)
+            Gain(sequence, tokens, len(row.proposal)) for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
         ]
+
+    def _can_compute(self) -> bool:
+        """Whether a step of one token succeeds that belongs to nobody."""
+        try:
+            [block] = self.blocks.allocate(1)
+        except OutOfBlocks:
+            return False
+        sequence = Sequence([0], 1, SamplingParams(temperature=0.0), b"", num_steps=1)
+        sequence.block_table = [block]
+        sampled = self._compute(StepPlan([ScheduledSequence(sequence, 0, 1, 1, [])]))
+        self.blocks.release([block])
+        return sampled is not None
 
 
 def _blocks_that_fit(model: CausalLM, settings: EngineSettings, sample: Sampler) -> int:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 from shared.engine.engine import Engine, StepOutcome
 
 logger = logging.getLogger(__name__)
 
+# What a step gets to end in when the thread is told to.
+_STOP_SECONDS = 10.0
+
 
 class EngineLoop:
     """Steps the engine while it has work, and sleeps while it has none.
 
-    `on_step` is called on the engine's thread after every step, before the next. An error outside a step's
-    own computation (a broken invariant) ends the thread: it is logged, and `on_crash` is called.
+    `on_step` is called on the engine's thread after every step, before the next. A broken engine, or any error
+    outside a step's own computation (a broken invariant), ends the thread: it is logged, and `on_crash` is called.
     """
 
     def __init__(
@@ -33,6 +38,8 @@ class EngineLoop:
         self._seconds_to_wait = seconds_to_wait
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._num_turns = 0
+        self._busy = False
 
     def start(self) -> None:
         self._thread.start()
@@ -42,9 +49,21 @@ class EngineLoop:
         self._requests.put(request)
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in."""
+        """Ends the thread after the step it is in. One that hangs is left behind: it ends with the process."""
         self._requests.put(None)
-        self._thread.join()
+        self._thread.join(_STOP_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the engine's thread still runs %g s after it was told to end", _STOP_SECONDS)
+
+    @property
+    def turn(self) -> int | None:
+        """Which turn (requests, then a step) the thread is in, from 1; None while it waits for work."""
+        return self._num_turns if self._busy else None
+
+    def stack(self) -> str:
+        """Where the thread is now, as in a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
     def _run(self) -> None:
         try:
@@ -52,12 +71,17 @@ class EngineLoop:
         except Exception:
             logger.critical("the engine's thread ended by an error", exc_info=True)
             self._on_crash()
+        finally:
+            self._busy = False
 
     def _serve(self) -> None:
         idle = False
         while True:
             # Everything that has come in meanwhile joins the same step; with no work, wait for some.
+            self._busy = not idle
             request = self._requests.get() if idle else None
+            self._num_turns += 1
+            self._busy = True
             if idle and request is None:
                 return
             if request is not None:

@@ -6,10 +6,13 @@ from typing import Final
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
-# A silent peer is found dead after 40 seconds, whether calls are open or not.
+# A silent peer is found dead 10 seconds after a ping, and that is sent after 30 seconds of silence at the latest,
+# whether calls are open or not.
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # The transport waits for a ping's answer by a limit of its own, by default a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

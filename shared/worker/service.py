@@ -1,11 +1,10 @@
-"""The life of a worker process: listen, load, warm up, serve, drain."""
+"""The life of a worker process: listen, load, warm up, serve, drain; or end by itself when it cannot serve."""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
-import os
-import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,9 +15,14 @@ from shared.engine.engine import Engine, Sampler
 from shared.engine.model import CausalLM
 from shared.engine.settings import EngineSettings
 from shared.rpc.server import RpcServer
+from shared.worker.failure import WorkerFailed
 from shared.worker.servicer import WorkerServicer
+from shared.worker.watchdog import StepWatchdog, step_limit
 
 logger = logging.getLogger(__name__)
+
+# What a worker that ends itself gets to do so in order; then it is gone, whatever holds it up.
+_END_SECONDS = 20.0
 
 
 def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
@@ -56,17 +60,51 @@ async def run_worker(
     """Runs a worker whose servicer is added to `server`, until it is drained.
 
     Health is NOT_SERVING until the model is loaded and warmed up and `serving` has returned.
-    Raises StartupError if the model cannot be served.
+    Raises StartupError if the model cannot be served, WorkerFailed when its engine breaks or hangs: it cannot be
+    trusted then, the process has to go, and the routers' sessions move on.
     """
+    failed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_crash() -> None:
+        loop.call_soon_threadsafe(failed.set)
+
     await server.start()
+    tasks: list[asyncio.Task[None]] = []
+    hung = False
     try:
         engine = await asyncio.to_thread(load_engine, settings, sample)
-        # An engine that broke an invariant cannot be trusted: the process goes, the router's sessions move on.
-        servicer.attach(engine, on_crash=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        engine_loop = servicer.attach(engine, on_crash)
         if serving is not None:
             await serving(engine)
         await server.set_serving(True)
-        await server.serve(servicer.drain, settings.drain_seconds)
+        watchdog = StepWatchdog(lambda: engine_loop.turn, step_limit(engine.step_costs, settings.max_batch_tokens))
+        drained = asyncio.create_task(server.serve(servicer.drain, settings.drain_seconds))
+        crashed = asyncio.create_task(_wait(failed))
+        hangs = asyncio.create_task(watchdog.wait())
+        tasks += [drained, crashed, hangs]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if drained.done():
+            return drained.result()
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
+        hung = hangs.done()
+        if hung:
+            hangs.result()
+            logger.critical(
+                "the engine's thread hangs: a step takes longer than %g s",
+                watchdog.limit_seconds,
+                extra={"stack": engine_loop.stack()},
+            )
+        await server.set_serving(False)
+        servicer.end_streams()
+        raise WorkerFailed("the engine hangs" if hung else "the engine broke")
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop()
-        servicer.close()
+        if not hung:
+            servicer.close()
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

@@ -51,16 +51,22 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         """Raises Unavailable while the model is not loaded."""
         return self._loop().engine
 
-    def attach(self, engine: Engine, on_crash: Callable[[], None]) -> None:
+    def attach(self, engine: Engine, on_crash: Callable[[], None]) -> EngineLoop:
         """Starts serving from a warmed-up engine; `on_crash` is called if its thread ends by an error."""
         self._metrics = WorkerMetrics(self._telemetry.meter, engine.model.name)
         self._engine_loop = EngineLoop(engine, self._on_step, on_crash, self._seconds_to_wait)
         self._engine_loop.start()
+        return self._engine_loop
 
     def close(self) -> None:
         """Stops the engine's thread."""
         if self._engine_loop is not None:
             self._engine_loop.stop()
+
+    def end_streams(self) -> None:
+        """Ends every router's stream behind what was answered."""
+        for stream in self._streams:
+            stream.end()
 
     async def Serve(
         self, request_iterator: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any]
@@ -80,6 +86,10 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     async def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.WorkerInfo:
+        # By the engine's thread: a worker whose engine hangs must not pass for one that serves.
+        return await self._on_engine(self._info)
+
+    def _info(self) -> worker_pb2.WorkerInfo:
         engine = self.engine
         return worker_pb2.WorkerInfo(
             instance_id=self.instance_id,
@@ -94,6 +104,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
             device=str(engine.model.device),
             dtype=str(engine.model.dtype).removeprefix("torch."),
             step_costs=[worker_pb2.StepCost(num_tokens=n, seconds=seconds) for n, seconds in engine.step_costs],
+            max_batch_tokens=engine.scheduler.max_batch_tokens,
         )
 
     async def GetWorkerState(
@@ -118,8 +129,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         for stream in self._streams:
             self._announce_drain(stream)
         await self._without_lanes.wait()
-        for stream in self._streams:
-            stream.end()
+        self.end_streams()
 
     @abstractmethod
     def _announce_drain(self, stream: RouterStream[Response]) -> None:

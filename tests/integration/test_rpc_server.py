@@ -26,7 +26,7 @@ from shared.rpc import edge, errors, malformed
 from shared.rpc.channel import connect
 from shared.rpc.deadline import child_timeout, remaining
 from shared.rpc.edge import request_bytes
-from shared.rpc.options import MAX_MESSAGE_BYTES
+from shared.rpc.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from shared.rpc.server import BindError, RpcServer
 from shared.telemetry.tracing import configure
 
@@ -583,3 +583,29 @@ async def test_a_signal_drains_and_a_second_one_ends(number: signal.Signals, beh
     messages = [json.loads(line)["message"] for line in err.splitlines()]
     expected = ["listening", "draining"] + (["drain cut short by SIGTERM"] if behaviour == "stuck" else [])
     assert messages == expected
+
+
+async def test_a_silent_peer_is_found_dead_in_the_time_that_the_options_say() -> None:
+    """Of a stopped process's open stream, with every time of the options a tenth of what it is: 4 seconds of 40."""
+    scaled = [
+        (name, value // 10 if "keepalive_time" in name or "ping_timeout" in name else value)
+        for name, value in CHANNEL_OPTIONS
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROCESS, "quick", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        address = (await process.stdout.readline()).decode().strip()
+        async with grpc.aio.insecure_channel(address, options=scaled) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+            await watch.read()
+            process.send_signal(signal.SIGSTOP)
+            # The transport's own default for a ping's answer is a minute.
+            async with asyncio.timeout(30):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await watch.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        process.kill()
+        await process.wait()

@@ -15,9 +15,11 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.router import draft_link
+from services.router import breaker, draft_link, silence
+from services.router import fleet as fleet_module
 from services.router import server as router_server
 from services.router.fleet import Fleet
 from services.router.request import ModelLimits, parse_generate
@@ -393,6 +395,214 @@ async def test_a_worker_that_always_fails_is_unavailable(fault: Fault) -> None:
             await s.generate(greedy(3))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await s.until_idle()
+
+
+@pytest.mark.parametrize("fault", [Fault.UNKNOWN, Fault.FAILED, Fault.ABORT_BEFORE])
+async def test_a_broken_worker_does_not_swallow_the_traffic(fault: Fault) -> None:
+    """Idle because it serves nobody, it is where every request would go; each costs it one try, until it is left
+    alone."""
+    async with stack(num_targets=2) as s:
+        broken, healthy = s.targets
+        broken.every_step = fault
+        outputs = [await s.generate(greedy(3)) for _ in range(10)]
+        assert all(output.tokens == {0: GREEDY} for output in outputs)
+        assert len(healthy.prefills) == 10
+        # Three to open the breaker; a probe a second, two, four later.
+        assert 1 <= len(broken.prefills) <= 3 + 3
+        broken.every_step = None
+        link = s.fleet.targets[0]
+        await until(lambda: link.connected and link.breaker.allows, "half-open")
+        num_prefills = len(broken.prefills)
+        for _ in range(3):
+            assert (await s.generate(greedy(3))).tokens == {0: GREEDY}
+        assert len(broken.prefills) == num_prefills + 3, "back: idle as it is, and the first, it gets all"
+        await s.until_idle()
+
+
+async def test_a_request_that_no_worker_can_compute_does_not_stop_the_others() -> None:
+    async with stack(num_targets=2) as s:
+        for target in s.targets:
+            target.every_step = Fault.FAILED
+        with pytest.raises(grpc.aio.AioRpcError, match="failed 5 times in a row") as caught:
+            await s.generate(greedy(3, n=4))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not any(target.address in (caught.value.details() or "") for target in s.targets)
+        assert all(link.breaker.allows for link in s.fleet.targets), "one request is no proof"
+        for target in s.targets:
+            target.every_step = None
+        assert (await s.generate(greedy(3))).tokens == {0: GREEDY}
+        await s.until_idle()
+
+
+async def test_with_every_breaker_open_requests_are_still_served() -> None:
+    async with stack(num_targets=2) as s:
+        for link in s.fleet.targets:
+            link.breaker.trip()
+        assert (await s.generate(greedy(3))).tokens == {0: GREEDY}
+        await s.until_idle()
+
+
+async def test_a_probe_that_is_cancelled_lets_the_next_one_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "_MIN_BACKOFF_SECONDS", 0.0)
+    async with stack(num_targets=2) as s:
+        link = s.fleet.targets[0]
+        link.breaker = breaker.CircuitBreaker()
+        link.breaker.trip()
+        s.target.gate.clear()
+        call = s.stub.Generate(greedy(0))
+        reading = asyncio.create_task(read_all(call))
+        await until(lambda: s.target.num_sequences == 1, "the probe arrived")
+        assert not link.breaker.allows
+        call.cancel()
+        await reading
+        await until(lambda: link.breaker.allows, "another may go")
+        s.target.gate.set()
+        await s.until_idle()
+
+
+# Target workers that hang
+
+
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of silence a hundredth of what they are."""
+    monkeypatch.setattr(fleet_module, "_WATCH_SECONDS", 0.005)
+    for name in ("_OVERDUE_SECONDS", "_HUNG_SECONDS", "_SOLE_HUNG_SECONDS"):
+        monkeypatch.setattr(silence, name, getattr(silence, name) / 100)
+    for name in ("_OVERDUE_STEPS", "_HUNG_STEPS", "_SOLE_HUNG_STEPS"):
+        monkeypatch.setattr(silence, name, 0.0)
+
+
+@pytest.mark.usefixtures("quick_watch")
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+async def test_streams_are_moved_off_a_worker_that_hangs(num_draft_tokens: int) -> None:
+    async with stack(num_targets=2) as s:
+        hanging, other = s.targets
+        hanging.gate.clear()
+        other.gate.clear()
+        running = [
+            asyncio.create_task(s.generate(greedy(num_draft_tokens, temperature=1.0, seed=seed))) for seed in range(8)
+        ]
+        await until(lambda: all(target.num_sequences == 4 for target in s.targets), "four on each")
+        other.gate.set()
+        for seed, task in enumerate(running):
+            assert (await task).tokens == {0: plain_output(PROMPT, MAX_TOKENS, 1 + seed)}
+        assert len(other.prefills) == 8
+        # It was hung up on: when it wakes it finds its stream ended, and drops what was there.
+        hanging.gate.set()
+        await s.until_idle()
+
+
+@pytest.mark.usefixtures("quick_watch")
+async def test_nothing_is_placed_on_a_worker_whose_results_are_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "_HUNG_SECONDS", 1000.0)
+    async with stack(num_targets=2) as s:
+        hanging, other = s.targets
+        hanging.gate.clear()
+        first = asyncio.create_task(s.generate(greedy(0)))
+        await until(lambda: s.fleet.targets[0].overdue, "results overdue")
+        outputs = await asyncio.gather(*(s.generate(greedy(0)) for _ in range(8)))
+        assert all(output.tokens == {0: GREEDY} for output in outputs)
+        assert (len(hanging.prefills), len(other.prefills)) == (1, 8)
+        hanging.gate.set()
+        assert (await first).tokens == {0: GREEDY}
+        assert not s.fleet.targets[0].overdue
+        assert len(other.prefills) == 8, "late is not lost"
+        await s.until_idle()
+
+
+@pytest.mark.usefixtures("quick_watch")
+async def test_the_only_worker_is_waited_for_longer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stack() as s:
+        [link] = s.fleet.targets
+        s.target.gate.clear()
+        running = asyncio.create_task(s.generate(greedy(0)))
+        await until(lambda: link.overdue, "results overdue")
+        epoch = link.epoch
+        second = asyncio.create_task(s.generate(greedy(0)))
+        await until(lambda: s.target.num_sequences == 2, "placed there for want of another")
+        await until(lambda: link.hung(sole=False), "two would be enough to move")
+        assert link.epoch == epoch, "nowhere to move to: waited for"
+        await until(lambda: link.epoch > epoch, "given up in the end")
+        s.target.gate.set()
+        assert (await running).tokens == (await second).tokens == {0: GREEDY}
+        await s.until_idle()
+
+
+@pytest.mark.usefixtures("quick_watch")
+async def test_a_worker_that_waits_for_the_drafter_is_not_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_link, "_PROPOSAL_TIMEOUT_SECONDS", 0.3)
+    async with stack(num_targets=2) as s:
+        assert s.drafter is not None
+        s.drafter.answers = {0: Answer.HANG}
+        epochs = [link.epoch for link in s.fleet.targets]
+        assert (await s.generate(greedy(3))).tokens == {0: GREEDY}
+        assert [link.epoch for link in s.fleet.targets] == epochs
+        await s.until_idle()
+
+
+# Target workers with less room, or on their way out
+
+
+async def test_a_sequence_never_fails_over_onto_a_worker_that_has_no_room_for_it() -> None:
+    async with stack(num_targets=2) as s:
+        large, small = s.targets
+        await small.stop()
+        await until(lambda: not s.fleet.targets[1].connected, "loss noticed")
+        s.servicer._settings = s.servicer._settings.model_copy(update={"failover_seconds": 0.3})
+        large.gate.clear()
+        running = asyncio.create_task(s.generate(greedy(0)))
+        waiting = asyncio.create_task(s.generate(greedy(0)))
+        await until(lambda: large.num_sequences == 2, "prefills arrived")
+        small.info.num_blocks = 1
+        await small.start()
+        await until(lambda: s.fleet.targets[1].connected, "small worker connected")
+        assert s.fleet.usable
+        await large.stop()
+        for task in (running, waiting):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await task
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            room = len(PROMPT) + MAX_TOKENS
+            assert caught.value.details() == f"no target worker that has room for {room} tokens came back in time"
+        assert small.prefills == []
+        await s.until_idle()
+
+
+async def test_the_limits_are_those_of_the_workers_that_are_there() -> None:
+    async with stack(num_targets=2) as s:
+        large, small = s.targets
+        await small.stop()
+        small.info.max_context = 40
+        await small.start()
+        longer = greedy(0, max_tokens=60)
+        await until(lambda: s.fleet.model.max_context == 40, "small worker connected")
+        with pytest.raises(grpc.aio.AioRpcError, match="max_tokens") as caught:
+            await s.generate(longer)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await small.stop()
+        await until(lambda: s.fleet.model.max_context == 512, "small worker gone")
+        assert (await s.generate(longer)).tokens == {0: plain_output(PROMPT, 60)}
+        assert len(large.prefills) == 1
+        await s.until_idle()
+
+
+async def test_health_is_not_serving_once_every_target_drains() -> None:
+    async with stack(num_targets=2) as s, connect(s.address) as channel:
+        reporting = asyncio.create_task(router_server._report_health(s.fleet, s.server))
+        try:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+            seen = aiter(watch)
+            while (await anext(seen)).status != health_pb2.HealthCheckResponse.SERVING:
+                pass
+            await s.targets[0].announce_drain()
+            await until(lambda: s.fleet.targets[0].draining, "drain heard of")
+            await s.targets[1].announce_drain()
+            assert (await anext(seen)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            watch.cancel()
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
 
 
 async def test_no_worker_back_in_time_is_unavailable() -> None:

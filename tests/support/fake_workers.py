@@ -148,6 +148,7 @@ def worker_info(model: str, tokenizer_fingerprint: str, seconds: float) -> worke
         eos_token_ids=[0],
         block_size=16,
         num_blocks=1024,
+        max_batch_tokens=512,
         device="none",
         dtype="float32",
         step_costs=[worker_pb2.StepCost(num_tokens=size, seconds=seconds) for size in (1, 128)],

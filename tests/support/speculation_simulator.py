@@ -40,7 +40,8 @@ class Machine:
     outliers: float = 0.005
 
     def seconds(self, num_tokens: int, context: int) -> float:
-        return self.one_token * ((1 + (num_tokens / self.knee) ** 4) ** 0.25 + context / self.attention)
+        growth: float = (1 + (num_tokens / self.knee) ** 4) ** 0.25 + context / self.attention
+        return self.one_token * growth
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from outrider.v1 import draft_pb2, worker_pb2
-from services.router.gamma import StepCosts
+from shared.policy.step_costs import StepCosts
 
 from services.router import draft_link
 from services.router.draft_link import DraftLane, DraftLink

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from shared.engine import loop
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.loop import EngineLoop
 
@@ -169,6 +170,37 @@ def test_stop_ends_after_the_step_it_is_in() -> None:
     assert bench.engine.history == ["request", "step"]
     assert bench.outcomes.qsize() == 1
     assert not bench.crashed.is_set()
+
+
+def test_the_turn_is_told_while_there_is_work_and_only_then() -> None:
+    with running() as bench:
+        assert bench.engine.scheduler.checked.wait(TIMEOUT)
+        bench.engine.gate = threading.Event()
+        bench.loop.submit(lambda: bench.add_work(2))
+        assert bench.engine.in_step.wait(TIMEOUT)
+        first = bench.loop.turn
+        assert first is not None
+        assert bench.loop.turn == first
+        bench.engine.in_step.clear()
+        bench.engine.gate.set()
+        assert bench.engine.in_step.wait(TIMEOUT)
+        for _ in range(2):
+            bench.outcomes.get(timeout=TIMEOUT)
+    assert bench.loop.turn is None
+
+
+def test_a_thread_that_hangs_can_be_looked_into_and_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "_STOP_SECONDS", 0.01)
+    with running() as bench:
+        bench.engine.gate = threading.Event()
+        bench.loop.submit(lambda: bench.add_work(1))
+        assert bench.engine.in_step.wait(TIMEOUT)
+        assert "self.gate.wait(TIMEOUT)" in bench.loop.stack()
+        bench.loop.stop()
+        assert "the engine's thread still runs" in caplog.text
+        assert bench.loop.turn is not None
 
 
 @pytest.mark.parametrize("where", ["request", "on_step", "check"])

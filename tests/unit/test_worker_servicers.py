@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
@@ -289,3 +290,27 @@ async def test_a_drafter_that_has_nothing_to_answer_for_long_gives_signs_of_life
     servicer._on_outcome(StepOutcome([], [], 17, 1, 0, 0.01))
     assert [(len(sent.results), sent.stats.num_tokens) for sent in stream.sent] == [(0, 17)]
     assert idle.sent == []
+
+
+async def test_a_step_that_brings_a_router_nothing_is_still_a_sign_of_life() -> None:
+    """A chunk of a long prefill; routers measure a worker's silence against single steps."""
+    servicer, stream, bystander = with_engine(TargetServicer(configure("t", None), "x")), Sent(), Sent()
+    servicer._on_request(stream, target_request(prefill()))
+    servicer._on_outcome(StepOutcome([], [], num_tokens=512, num_sequences=1, began_ns=0, seconds=0.25))
+    [sent] = stream.sent
+    assert (list(sent.results), sent.stats.num_tokens, sent.stats.seconds) == ([], 512, 0.25)
+    assert bystander.sent == [], "of a router that has no sequences here"
+
+
+async def test_a_worker_whose_engine_hangs_does_not_say_what_it_is() -> None:
+    servicer = TargetServicer(configure("t", None), "x")
+    submitted: asyncio.Queue[Any] = asyncio.Queue()
+    info = worker_pb2.WorkerInfo(model="m")
+    servicer._engine_loop = SimpleNamespace(submit=submitted.put_nowait)  # type: ignore[assignment]
+    servicer._info = lambda: info  # type: ignore[method-assign]
+    context: Any = None
+    asked = asyncio.create_task(servicer.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), context))
+    answer = await submitted.get()
+    assert not asked.done(), "the engine's thread has not come to it"
+    answer()
+    assert await asked == info
