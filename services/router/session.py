@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ from shared.telemetry.attributes import (
     SEQUENCE_INDEX,
 )
 from shared.telemetry.tracing import Telemetry, traceparent
+
+logger = logging.getLogger(__name__)
 
 # Plain decoding: steps a worker may run ahead, and what is left of them when more are granted. Enough that
 # the worker never waits for the router; little enough that a change to drafting is not long in coming.
@@ -175,9 +178,9 @@ class SequenceSession:
                     self._lane.release()
                     num_failures += 1
                     if num_failures > _MAX_FAILURES:
-                        raise Unavailable(
-                            f"target workers failed {num_failures} times in a row, last {error}"
-                        ) from error
+                        # Which worker and how is for the log: clients have no business with our addresses.
+                        logger.error("target workers failed %d times in a row, last %s", num_failures, error)
+                        raise Unavailable(f"target workers failed {num_failures} times in a row") from error
                     self._lane = await self._session.prefill_again(self._token_ids, self._params)
         finally:
             self._lane.release()

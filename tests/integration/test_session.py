@@ -423,6 +423,22 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
         await s.until_idle()
 
 
+@pytest.mark.parametrize("fault", [Fault.ABORT_BEFORE, Fault.FAILED])
+async def test_clients_are_not_told_where_the_workers_are(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+    async with stack() as s:
+        s.target.every_step = fault
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.generate(timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        details = caught.value.details() or ""
+        assert "target workers failed" in details
+        assert "127.0.0.1" not in details
+        assert str(s.target.port) not in details
+        logged = [record.getMessage() for record in caplog.records if "times in a row, last" in record.getMessage()]
+        assert len(logged) == 1
+        assert (s.target.address if fault is Fault.ABORT_BEFORE else "STEP_STATUS_FAILED") in logged[0]
+
+
 # Drafters that fail
 
 
@@ -616,9 +632,9 @@ def _session(s: Stack) -> Session:
 
 
 @asynccontextmanager
-async def unread(s: Stack, request: inference_pb2.GenerateRequest) -> AsyncIterator[Any]:
-    """A call of a client that reads nothing yet, and for which nothing but a few bytes is under way."""
-    options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+async def unread(s: Stack, request: inference_pb2.GenerateRequest, num_bytes: int = 1024) -> AsyncIterator[Any]:
+    """A call of a client that reads nothing yet, and for which no more than `num_bytes` are under way."""
+    options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", num_bytes), ("grpc.http2.bdp_probe", 0))
     async with grpc.aio.insecure_channel(s.address, options=options) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
         await until(lambda: bool(s.target.prefills), "prefill arrived")
@@ -680,6 +696,18 @@ async def test_a_client_that_reads_nothing_for_too_long_is_given_up(monkeypatch:
         with pytest.raises(grpc.aio.AioRpcError, match=r"read nothing for 0\.5 s"):
             await read(call)
         assert await call.code() is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("num_bytes", [5, 1024])
+async def test_a_client_that_does_not_even_read_the_first_chunk_is_told_why(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_queue, "_MAX_QUEUED_BYTES", 30_000)
+    monkeypatch.setattr(edge, "_STATUS_SECONDS", 0.05)
+    async with stack() as s, unread(s, greedy(0, max_tokens=400, n=4), num_bytes) as call:
+        await s.until_idle()
+        await until(lambda: s.server._edge.num_active == 0, "the RPC has ended")
+        assert await read_all(call) is grpc.StatusCode.ABORTED
 
 
 async def test_a_drain_does_not_wait_for_a_client_that_does_not_read() -> None:
