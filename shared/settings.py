@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -35,6 +37,25 @@ def _address(value: str) -> str:
 
 Address = Annotated[str, AfterValidator(_address)]
 """`host:port` of a gRPC server."""
+
+
+def _redis_url(value: str) -> str:
+    # Left to the client, these would come up later, as a wrong port or host, with a piece of the password in the text.
+    try:
+        parts = urlsplit(value)
+        _ = parts.port
+        cut_off = parts.scheme != "unix" and "@" in parts.path + parts.query + parts.fragment
+    except ValueError:
+        cut_off = True
+    if cut_off:
+        raise ValueError(
+            "must have a port from 0 to 65535 if any, and what is special in user name or password percent-encoded"
+        )
+    return value
+
+
+RedisUrl = Annotated[str, StringConstraints(pattern=r"^(rediss?|unix)://.+"), AfterValidator(_redis_url)]
+"""Where a Redis is: redis://, rediss:// or unix://, credentials included."""
 
 
 class FileSource(PydanticBaseSettingsSource):
@@ -130,7 +151,7 @@ class ServiceSettings(BaseSettings):
             return f"{setting} is required"
         if detail["type"] == "extra_forbidden":
             return f"{cls.service} has no setting {name}"
-        value = "(hidden)" if is_secret(cls.model_fields[name]) else repr(detail["input"])
+        value = "(hidden)" if is_secret(cls.model_fields[name]) else repr(without_credentials(detail["input"]))
         allowed = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
         return f"{setting} is {value}: {allowed}"
 
@@ -142,3 +163,17 @@ def is_secret(field: FieldInfo) -> bool:
         return annotation is SecretStr or any(holds_secret(argument) for argument in get_args(annotation))
 
     return holds_secret(field.annotation)
+
+
+def without_credentials(value: object) -> object:
+    """`value` as it may be shown: of a text with an "@" or "?", as URLs have, without user, password and query.
+
+    Also of one that is no URL: a password may well be what is wrong with it.
+    """
+    if not isinstance(value, str):
+        return value
+    text, query, _ = value.partition("?") if "://" in value else (value, "", "")
+    before, at, host = text.rpartition("@")
+    scheme = re.match(r"[a-z]+://", before)
+    shown = f"{scheme.group() if scheme else ''}…@{host}" if at else text
+    return f"{shown}?…" if query else shown

@@ -121,6 +121,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     GEN_AI_USAGE_INPUT_TOKENS: len(options.prompt_ids),
                 },
             ) as span:
+                # By itself, since grpc cannot send a status while the write that would carry it is held up.
+                await context.send_initial_metadata(())
                 # The places are free again when generation ends, whenever the client reads the last of it.
                 await session.run(context.write, release)
                 span.set_attribute(GEN_AI_USAGE_OUTPUT_TOKENS, usage.to_proto().output_tokens)

@@ -194,6 +194,8 @@ class SequenceSession:
                     self._session.blame(self._lane.link)
                     logger.info("sequence lost", extra={"address": self._lane.link.address, "reason": str(error)})
                     if len(failures) > _MAX_FAILURES:
+                        # Which worker and how is for the log: clients have no business with our addresses.
+                        logger.error("target workers failed %d times in a row, last %s", len(failures), error)
                         raise Unavailable(f"target workers failed {len(failures)} times in a row") from error
                     self._lane = await self._session.prefill_again(self._token_ids, self._params, failures)
         finally:

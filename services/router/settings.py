@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 
-from shared.settings import Address, ServiceSettings
+from shared.settings import Address, RedisUrl, ServiceSettings
 
 
 def _comma_separated(value: Any) -> Any:
@@ -42,9 +42,8 @@ class RouterSettings(ServiceSettings):
     )
     draft: Address | None = Field(default=None, description="Draft worker, host:port; unset: no speculation.")
     tokenizer: str = Field(min_length=1, description="The target's tokenizer: its model folder or hub name.")
-    redis_url: str | None = Field(
+    redis_url: RedisUrl | None = Field(
         default=None,
-        pattern=r"^(rediss?|unix)://.+",
         description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
     )
     max_running: int = Field(default=64, ge=1, description="Sequences served at once (a request has n).")

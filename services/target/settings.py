@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shared.engine.settings import EngineSettings
+from shared.settings import RedisUrl
 
 
 class TargetSettings(EngineSettings):
@@ -15,8 +16,7 @@ class TargetSettings(EngineSettings):
     service: ClassVar[str] = "target"
 
     port: int = Field(default=50052, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    redis_url: str | None = Field(
+    redis_url: RedisUrl | None = Field(
         default=None,
-        pattern=r"^(rediss?|unix)://.+",
         description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
     )

@@ -1,9 +1,14 @@
 """How the index and its publishers reach Redis: one client, one key layout, one kind of error.
 
-Keys of a model, all in one slot of a cluster by the braces:
+Keys of a model:
 
 - `outrider:{<fingerprint>}:block:<hash, 32 raw bytes>`: a Redis hash, worker instance -> tier
 - `outrider:{<fingerprint>}:lease:<worker instance>`: exists while that instance is alive
+
+By the braces all of them hash to one slot, and so do the two prefixes, which is all that a script declares of the
+keys it makes at run time: a Redis Cluster takes such a script on the node that has the slot. The index of one model
+is thus never spread over nodes. Redirections (MOVED) are not followed: the URL must name that node, or a proxy that
+routes; elsewhere every call is refused, and the service goes on without sharing.
 """
 
 from __future__ import annotations

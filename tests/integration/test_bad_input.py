@@ -67,7 +67,10 @@ BAD: dict[str, tuple[dict[str, Any] | bytes, tuple[str, str, str]]] = {
         {"speculation": {"num_draft_tokens": 17}},
         ("speculation.num_draft_tokens", "17", "[0, 16]"),
     ),
-    "10 MB prompt": ({"text": "x" * 10_000_000}, ("text", "xxx", str(1 << 20))),
+    "3 MB prompt": ({"text": "x" * 3_000_000}, ("text", "xxx", str(1 << 20))),
+    "3 MB of empty fields": (b"\x72\x00" * 1_500_000, ("request", "16384 fields", "16384 fields")),
+    "3 MB of unknown fields": (b"\x98\x06\x01" * 1_000_000, ("request", "16384 fields", "16384 fields")),
+    "too many chat messages": ({"chat": {"messages": [{"role": "u"}] * 4097}}, ("chat.messages", "4097", "4096")),
     "text is not UTF-8": (b"\n\x03a\xff\xfe", ("text", "\\xff", "UTF-8")),
     "stop string is not UTF-8": (PROMPT + b"\x72\x01\xc3", ("stop[0]", "\\xc3", "UTF-8")),
     "not a message": (b"\xff\xff", ("request", "\\xff", "outrider.v1.GenerateRequest")),
@@ -107,6 +110,18 @@ async def test_bad_input_is_named(stack: Stack, name: str) -> None:
     assert value in details
     assert limit in details
     assert len(details) < 1000
+
+
+async def test_what_is_longer_than_any_prompt_is_not_even_read(stack: Stack) -> None:
+    async with inference(stack) as stub:
+        for prompt in ("x" * 4_000_000, [1] * 4_000_000):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(stub, prompt)
+            assert status(caught.value) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "larger than max" in (caught.value.details() or "")
+        # Of ids there may be as many as of bytes, of any vocabulary: they are counted and named.
+        with pytest.raises(grpc.aio.AioRpcError, match=f"token_ids is '{1 << 20} tokens'"):
+            await generate(stub, [(1 << 21) - 1] * (1 << 20))
 
 
 async def test_bad_input_touched_no_worker(stack: Stack) -> None:

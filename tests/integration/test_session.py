@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.router import breaker, draft_link, silence
+from services.router import breaker, chunk_queue, draft_link, silence
 from services.router import fleet as fleet_module
 from services.router import server as router_server
+from services.router.chunk_queue import ChunkQueue
 from services.router.fleet import Fleet
-from services.router.request import ModelLimits, parse_generate
+from services.router.request import ModelLimits, check_generate, parse_generate
 from services.router.server import InferenceServicer
 from services.router.session import Session
 from services.router.settings import RouterSettings
@@ -31,9 +33,10 @@ from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
 from shared.policy.step_costs import StepCosts
+from shared.rpc import edge
 from shared.rpc.channel import connect
 from shared.rpc.errors import Internal
-from shared.rpc.options import MAX_MESSAGE_BYTES
+from shared.rpc.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from shared.rpc.server import RpcServer
 from shared.sampling.params import SamplingParams
 from shared.settings import StartupError
@@ -651,6 +654,22 @@ async def test_what_one_message_cannot_carry_goes_out_in_several() -> None:
         await s.until_idle()
 
 
+@pytest.mark.parametrize("fault", [Fault.ABORT_BEFORE, Fault.FAILED])
+async def test_clients_are_not_told_where_the_workers_are(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+    async with stack() as s:
+        s.target.every_step = fault
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.generate(timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        details = caught.value.details() or ""
+        assert "target workers failed" in details
+        assert "127.0.0.1" not in details
+        assert str(s.target.port) not in details
+        logged = [record.getMessage() for record in caplog.records if "times in a row, last" in record.getMessage()]
+        assert len(logged) == 1
+        assert (s.target.address if fault is Fault.ABORT_BEFORE else "STEP_STATUS_FAILED") in logged[0]
+
+
 # Drafters that fail
 
 
@@ -920,6 +939,96 @@ def _session(s: Stack) -> Session:
     return Session(options, s.fleet, tokenizer, usage, telemetry, b"", 1.0)
 
 
+# Clients that do not read
+
+
+@asynccontextmanager
+async def unread(s: Stack, request: inference_pb2.GenerateRequest, num_bytes: int = 1024) -> AsyncIterator[Any]:
+    """A call of a client that reads nothing yet, and for which no more than `num_bytes` are under way."""
+    options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", num_bytes), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(s.address, options=options) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        await until(lambda: bool(s.target.prefills), "prefill arrived")
+        yield call
+        call.cancel()
+
+
+async def test_places_are_free_when_generation_ends_and_not_when_its_client_has_read_it() -> None:
+    async with stack(max_running=1, max_waiting=0) as s, unread(s, greedy(3, max_tokens=400)) as call:
+        await s.until_idle()
+        assert (await s.generate()).tokens == {0: GREEDY}
+        assert not call.done()
+        # Late is not too late.
+        assert (await read(call)).tokens == {0: plain_output(PROMPT, 400)}
+
+
+async def test_a_client_that_falls_too_far_behind_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_queue, "_MAX_QUEUED_BYTES", 30_000)
+    monkeypatch.setattr(edge, "_STATUS_SECONDS", 0.05)
+    most: list[int] = []
+    put = ChunkQueue.put
+
+    def watched(self: ChunkQueue, chunk: inference_pb2.GenerateResponse) -> None:
+        put(self, chunk)
+        most.append(sum(chunk.ByteSize() for chunk in self._chunks))
+
+    monkeypatch.setattr(ChunkQueue, "put", watched)
+    async with stack() as s, unread(s, greedy(0, max_tokens=400, n=4)) as call:
+        await s.until_idle()
+        assert 100 < len(most) < 4 * 400, "not at once, and not at the end"
+        assert max(most) <= 30_000
+        await until(lambda: s.server._edge.num_active == 0, "the RPC has ended")
+        with pytest.raises(grpc.aio.AioRpcError, match="too slow: more than 30000 bytes"):
+            await read(call)
+        assert await call.code() is grpc.StatusCode.ABORTED
+
+
+async def test_a_client_that_reads_nothing_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_queue, "_WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(edge, "_STATUS_SECONDS", 0.05)
+    held_up = asyncio.Event()
+    put = ChunkQueue.put
+
+    def watched(self: ChunkQueue, chunk: inference_pb2.GenerateResponse) -> None:
+        put(self, chunk)
+        if len(self._chunks) == 1000:
+            # Generation is far from its end, and stays there.
+            s.target.gate.clear()
+            held_up.set()
+
+    monkeypatch.setattr(ChunkQueue, "put", watched)
+    async with stack(max_running=1) as s, unread(s, greedy(0, max_tokens=400, n=8)) as call:
+        await held_up.wait()
+        await until(lambda: s.servicer.admission.num_running == 0, "its place is free while it would be going on")
+        s.target.gate.set()
+        await s.until_idle()
+        assert s.target.num_steps < 400
+        await until(lambda: s.server._edge.num_active == 0, "the RPC has ended")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"read nothing for 0\.5 s"):
+            await read(call)
+        assert await call.code() is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("num_bytes", [5, 1024])
+async def test_a_client_that_does_not_even_read_the_first_chunk_is_told_why(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_queue, "_MAX_QUEUED_BYTES", 30_000)
+    monkeypatch.setattr(edge, "_STATUS_SECONDS", 0.05)
+    async with stack() as s, unread(s, greedy(0, max_tokens=400, n=4), num_bytes) as call:
+        await s.until_idle()
+        await until(lambda: s.server._edge.num_active == 0, "the RPC has ended")
+        assert await read_all(call) is grpc.StatusCode.ABORTED
+
+
+async def test_a_drain_does_not_wait_for_a_client_that_does_not_read() -> None:
+    async with stack() as s, unread(s, greedy(0, max_tokens=400)) as call:
+        await s.until_idle()
+        await asyncio.wait_for(s.server.drain(s.servicer.admission.drain, 0.1), 10)
+        assert s.server._edge.num_active == 0
+        assert await read_all(call) is not grpc.StatusCode.OK
+
+
 # Admission, authentication, drain
 
 
@@ -950,6 +1059,166 @@ async def test_a_deadline_in_the_queue_leaves_nothing() -> None:
         s.target.gate.set()
         assert (await first).tokens == {0: GREEDY}
         await s.until_idle()
+
+
+LONG_TEXT = "def main(): pass\n" * 300
+
+
+def long_request(max_tokens: int = 4) -> inference_pb2.GenerateRequest:
+    """One that is tokenized in a thread."""
+    return inference_pb2.GenerateRequest(text=LONG_TEXT, max_tokens=max_tokens, temperature=0.0)
+
+
+class HeldTokenizer(TextTokenizer):
+    """Tokenizes nothing until told to, and knows how much it was asked for, and in which threads."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.go_on = threading.Event()
+        self.threads: list[int] = []
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.threads.append(threading.get_ident())
+        assert self.go_on.wait(30)
+        return super().encode(text[:100])
+
+
+@asynccontextmanager
+async def held_stack(**settings: Any) -> AsyncIterator[tuple[Stack, HeldTokenizer]]:
+    async with stack(**settings) as s:
+        tokenizer = HeldTokenizer()
+        s.servicer._tokenizer = tokenizer
+        try:
+            yield s, tokenizer
+        finally:
+            tokenizer.go_on.set()
+
+
+async def test_who_is_refused_was_not_tokenized_and_bad_input_is_named_all_the_same() -> None:
+    async with held_stack(max_running=1, max_waiting=0) as (s, tokenizer):
+        s.target.gate.clear()
+        first = asyncio.create_task(s.generate())
+        await until(lambda: s.servicer.admission.num_running == 1, "first runs")
+        for request, code in (
+            (long_request(), grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (inference_pb2.GenerateRequest(text="short"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (greedy(n=17), grpc.StatusCode.INVALID_ARGUMENT),
+            (greedy(stop=[""]), grpc.StatusCode.INVALID_ARGUMENT),
+            (inference_pb2.GenerateRequest(text="x" * (1 << 20) + "x"), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await s.generate(request, timeout=20)
+            assert caught.value.code() is code
+        assert tokenizer.threads == []
+        s.target.gate.set()
+        assert (await first).tokens == {0: GREEDY}
+
+
+async def test_a_request_takes_as_many_places_as_it_has_sequences() -> None:
+    async with stack(max_running=4) as s:
+        s.target.gate.clear()
+        three = asyncio.create_task(s.generate(greedy(0, n=3)))
+        await until(lambda: s.servicer.admission.num_running == 3, "three run")
+        two = asyncio.create_task(s.generate(greedy(0, n=2)))
+        await until(lambda: s.servicer.admission.num_waiting == 1, "two wait")
+        # More than there are places for: it runs alone.
+        sixteen = asyncio.create_task(s.generate(greedy(0, n=16)))
+        await until(lambda: s.servicer.admission.num_waiting == 2, "sixteen wait behind them")
+        assert s.target.num_sequences == 3
+        s.target.gate.set()
+        for running, n in ((three, 3), (two, 2), (sixteen, 16)):
+            assert (await running).tokens == dict.fromkeys(range(n), GREEDY)
+        await s.until_idle()
+
+
+async def test_lines_are_the_tenants_however_many_connections_they_open() -> None:
+    keys = {"key-a": "anna", "key-b": "bert"}
+    salts = {name: Tenants(keys, b"secret").cache_salt(name) for name in keys.values()}
+    async with stack(max_running=1, api_keys=keys) as s, AsyncExitStack() as channels:
+        s.target.gate.clear()
+        running: list[asyncio.Task[Output]] = []
+        for number, key in enumerate(["key-a"] * 4 + ["key-b"]):
+            channel = await channels.enter_async_context(connect(s.address))
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                greedy(), metadata=(("authorization", f"Bearer {key}"),)
+            )
+            running.append(asyncio.create_task(read(call)))
+            await until(lambda number=number: s.servicer.admission.num_waiting == number, "in line")  # type: ignore[misc]
+        s.target.gate.set()
+        assert all(output.tokens == {0: GREEDY} for output in await asyncio.gather(*running))
+        served = [prefill.cache_salt for prefill in s.target.prefills]
+        assert served == [salts[name] for name in ("anna", "anna", "bert", "anna", "anna")]
+
+
+async def test_tokenize_waits_in_a_line_of_its_own_and_not_without_end() -> None:
+    request = inference_pb2.TokenizeRequest(text=LONG_TEXT)
+    async with held_stack(max_waiting=1) as (s, tokenizer):
+        calls = [asyncio.ensure_future(s.stub.Tokenize(request)) for _ in range(3)]
+        done, others = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        error = done.pop().exception()
+        assert isinstance(error, grpc.aio.AioRpcError)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.trailing_metadata()["grpc-status-details-bin"]
+        # The one that waits costs no thread, and its deadline counts.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.stub.Tokenize(inference_pb2.TokenizeRequest(text=LONG_TEXT), timeout=0.1)
+        assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+        await until(lambda: len(tokenizer.threads) == 1, "one is tokenized")
+        # Generate is not held up by it: there is a thread left.
+        generated = asyncio.create_task(s.generate(long_request()))
+        await until(lambda: len(tokenizer.threads) == 2, "a prompt is tokenized beside it")
+        assert threading.get_ident() not in tokenizer.threads
+        # Short texts are not worth a line.
+        tokenizer.go_on.set()
+        assert len((await s.stub.Tokenize(inference_pb2.TokenizeRequest(text="x"))).token_ids) == 1
+        for call in others:
+            assert list((await call).token_ids) == list(TextTokenizer(TOKENIZER).encode(LONG_TEXT[:100]))
+        assert len((await generated).tokens[0]) == 4
+        await s.until_idle()
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_tokenized_keeps_its_place_until_the_thread_is_free() -> None:
+    async with held_stack(max_running=1) as (s, tokenizer):
+        call = s.stub.Generate(long_request())
+        await until(lambda: len(tokenizer.threads) == 1, "it is tokenized")
+        call.cancel()
+        other = asyncio.create_task(s.generate())
+        await until(lambda: s.servicer.admission.num_waiting == 1, "another waits")
+        await asyncio.sleep(0.05)
+        assert s.servicer.admission.num_running == 1
+        assert s.target.prefills == []
+        tokenizer.go_on.set()
+        assert (await other).tokens == {0: GREEDY}
+        await s.until_idle()
+
+
+async def test_large_requests_are_checked_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def noting(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return check_generate(*args)
+
+    monkeypatch.setattr(router_server, "check_generate", noting)
+    unknown = b"\x0a\x06\x0a\x01u\x98\x06\x01"
+    chat = unknown * 4096
+    many = inference_pb2.GenerateRequest.FromString(b"\x1a\x80\x80\x02" + chat)
+    async with stack() as s:
+        for request, error in (
+            (many, "chat.messages[0].field number is 99"),
+            (
+                inference_pb2.GenerateRequest(chat={"messages": [{"role": "u"}] * 4097}),
+                "chat.messages is '4097 messages'",
+            ),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await s.generate(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (caught.value.details() or "").startswith(error)
+        assert len(threads) == 2
+        assert threading.get_ident() not in threads
+        assert (await s.generate()).tokens == {0: GREEDY}
+        assert threads[-1] == threading.get_ident()
 
 
 async def test_only_a_known_key_is_served_and_its_salt_goes_along() -> None:

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from outrider.v1 import draft_pb2, worker_pb2
-from shared.policy.step_costs import StepCosts
 
 from services.router import draft_link
 from services.router.draft_link import DraftLane, DraftLink
+from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 
 

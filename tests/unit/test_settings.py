@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from outrider.v1 import inference_pb2
 
 from services.cli.settings_table import SETTINGS, settings_table
 from services.draft.settings import DraftSettings
@@ -119,6 +120,50 @@ def test_secrets_are_not_repeated_in_complaints(name: str, value: str) -> None:
     assert "hush" not in str(raised.value)
 
 
+@pytest.mark.parametrize("settings_class", [RouterSettings, TargetSettings])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("redis//:hush@cache:6379", "'…@cache:6379'"),
+        ("http://:hush@cache:6379/0", "'http://…@cache:6379/0'"),
+        ("user:hush@cache:6379", "'…@cache:6379'"),
+        ("user:hu@sh@cache:6379", "'…@cache:6379'"),
+        ("http://cache:6379?password=hush", "'http://cache:6379?…'"),
+        # What would be a URL, were the password encoded: its beginning passes for a port, its rest for a path.
+        ("redis://:hu/sh@cache:6379", "'redis://…@cache:6379'"),
+        ("redis://:12/hush@cache:6379", "'redis://…@cache:6379'"),
+        ("redis://user:hu#sh@cache", "'redis://…@cache'"),
+        ("redis://user:hu[sh@cache", "'redis://…@cache'"),
+        ("redis://user:hush\u2100@cache", "'redis://…@cache'"),
+        ("redis://user:hush@cache:port", "'redis://…@cache:port'"),
+    ],
+)
+def test_a_wrong_redis_url_is_shown_without_its_password(
+    settings_class: type[ServiceSettings], value: str, shown: str
+) -> None:
+    required = {"targets": "one:1", "tokenizer": "model"} if settings_class is RouterSettings else {"model": "model"}
+    with pytest.raises(SettingsError) as raised:
+        settings_class.load(**required, redis_url=value)
+    message = str(raised.value)
+    assert f" is {shown}: " in message
+    for secret in ("hush", "hu/sh", "hu", "sh@", "user"):
+        assert secret not in message.replace("should", "").replace("user name", "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "redis://cache",
+        "redis://:p%2Fw@cache:6379/0?socket_keepalive=yes",
+        "rediss://user:pw@cache",
+        "unix:///run/redis.sock",
+        "unix://:pw@/run/a@b.sock?db=1",
+    ],
+)
+def test_a_redis_url_is_taken_as_it_is(value: str) -> None:
+    assert TargetSettings.load(model="model", redis_url=value).redis_url == value
+
+
 @pytest.mark.parametrize("targets", ["", "localhost", "one:1,two", "one:0", "one:65536", ":1"])
 def test_targets_are_addresses_and_at_least_one(targets: str) -> None:
     with pytest.raises(SettingsError, match="router setting targets"):
@@ -145,6 +190,36 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: str, complaint: str) -
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nothing\.toml' cannot be read: No such file"):
         TargetSettings.load(config=tmp_path / "nothing.toml", model="x")
+
+
+@pytest.mark.parametrize("max_prompt_bytes", [1, 5000, 1 << 20])
+def test_the_longest_request_has_room_for_the_longest_prompt_and_all_else(max_prompt_bytes: int) -> None:
+    """Every field at its limit, ids of three bytes each, strings of the widest characters."""
+    settings = RouterSettings.load(targets="one:1", tokenizer="model", max_prompt_bytes=max_prompt_bytes)
+    most = 2**32 - 1
+    request = inference_pb2.GenerateRequest(
+        max_tokens=most,
+        min_tokens=most,
+        temperature=1,
+        top_k=most,
+        top_p=1,
+        min_p=1,
+        repetition_penalty=1,
+        presence_penalty=1,
+        frequency_penalty=1,
+        seed=2**64 - 1,
+        logit_bias={most - index: 1.0 for index in range(1024)},
+        stop=["\U0001f389" * 256] * 16,
+        stop_token_ids=[most] * 64,
+        ignore_eos=True,
+        n=16,
+        logprobs=20,
+        speculation=inference_pb2.Speculation(enabled=True, num_draft_tokens=16),
+        include_usage=True,
+        include_draft_tokens=True,
+    )
+    request.token_ids.ids.extend([2**21 - 1] * max_prompt_bytes)
+    assert request.ByteSize() <= settings.max_request_bytes < request.ByteSize() + 64 * 1024
 
 
 def test_every_setting_is_described_and_stands_in_the_table() -> None:
