@@ -156,12 +156,13 @@ class TargetServicer(
             lane = self._lanes[sequence]
             results[lane.stream].append(_refusal(lane.sequence_id, target_pb2.STEP_STATUS_FAILED))
             self._on_release(lane.stream, lane.sequence_id)
-        # Also where the step brought nothing (a chunk of a prefill): routers tell by it that this worker is alive.
-        results |= {lane.stream: [] for lane in self._lanes.values() if lane.stream not in results}
         stats = self._stats(outcome)
         for stream, entries in results.items():
             for bundle in bundles(entries):
                 stream.send(target_pb2.TargetResponse(results=bundle, stats=stats))
+        # Where the step brought nothing (a chunk of a prefill), routers tell by its stats that this worker is alive.
+        for stream in {lane.stream for lane in self._lanes.values()} - results.keys():
+            stream.send(target_pb2.TargetResponse(stats=stats))
         events = self.engine.blocks.take_events()
         if self._publisher is not None:
             self._publisher.evicted(events.evicted)
