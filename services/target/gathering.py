@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable
 _WEIGHT = 0.2
 _MOST_TIMES = 4.0
 # A draft is waited for until it is late by this share of the usual absence.
-_LATENESS = 0.25
+_LATENESS = 0.5
+_WORTH = 2.0
 
 
 class Gathering:
@@ -56,4 +57,4 @@ class Gathering:
         now, patience = self._clock(), (1 + _LATENESS) * self._usual
         left = [since + patience - now for since in self._away.values() if since + patience > now]
         wait = max(left, default=0.0)
-        return wait if len(left) * step_seconds > num_ready * wait else 0.0
+        return wait if _WORTH * len(left) * step_seconds > num_ready * wait else 0.0

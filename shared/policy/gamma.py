@@ -16,6 +16,9 @@ from shared.policy.step_costs import StepCosts
 _BEGIN_AT = 1.05
 _STAY_AT = 1.02
 _KEEP = 1.03
+_CURIOSITY = 0.04
+_SURE_FROM = 1.3
+_REST_ROUNDS = 8
 # Prompt tokens in a step when there are more than enough of them.
 _PREFILL_STEP_TOKENS = 512
 # Share of the time that may go into finding out whether drafting would pay after all.
@@ -96,6 +99,7 @@ class GammaController:
         self._num_to_measure = 0.0
         self._members: dict[Drafting, None] = {}
         self._decided_at = -math.inf
+        self._decided_load = 0
         self._utilisation = Utilisation(clock())
         self.gamma = 0  # of the group
 
@@ -106,8 +110,11 @@ class GammaController:
             self._members[sequence] = None
         self._utilisation.observe(situation.num_waiting > 0, self._clock())
         # All whose rounds ended together get the same answer: who drafts less waits for who drafts more.
-        if self._clock() - self._decided_at > 0.5 * self.target.seconds(1):
-            self._decided_at = self._clock()
+        load = situation.load
+        changed = abs(load - self._decided_load) > 0.25 * self._decided_load
+        rest = 0.5 * self.target.seconds(1) if changed else _REST_ROUNDS * self.round_seconds(load, self.gamma)
+        if self._clock() - self._decided_at > rest:
+            self._decided_at, self._decided_load = self._clock(), load
             self._decide(situation)
         if self.measuring and not _prefill_bound(situation):
             return 0
@@ -138,7 +145,7 @@ class GammaController:
 
     def plain_seconds(self, load: int) -> float:
         """What a plain decode step takes."""
-        return self.target.seconds(load) + self._plain.seconds(load, 0)
+        return self.target.seconds(load) * (1 + self._plain.share(load, 0))
 
     def round_seconds(self, load: int, gamma: int) -> float:
         """What a round of everybody takes, by the step costs and what plain steps take."""
@@ -190,17 +197,18 @@ class GammaController:
                 price = num_follow / (num_follow + s.num_prefill_tokens / s.num_waiting)
                 gain = 1 + (1 - self._utilisation.share) * (tokens - 1) - price * gamma
             else:
-                overhead = self._rounds.seconds(load, gamma)
+                overhead = self._rounds.share(load, gamma)
                 overhead = min(overhead, confidence * overhead)
-                seconds = self.round_seconds(load, gamma) + overhead
+                seconds = self.round_seconds(load, gamma) * (1 + overhead)
                 gain = plain * num_follow / (catch_up + num_follow * seconds / tokens)
+                gain *= 1 + _CURIOSITY / (1 + self._rounds.count(load, gamma))
             if gamma == self.gamma:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
         self.gamma = best
         known = self._plain_known.get(load.bit_length(), -1e9)
-        if best and not _prefill_bound(s) and self._clock() - known > _REMEASURE_SECONDS:
+        if best and best_gain < _SURE_FROM and not _prefill_bound(s) and self._clock() - known > _REMEASURE_SECONDS:
             self._plain_known[load.bit_length()] = self._clock()
             self._num_to_measure = 4.0 if known < 0 else 2.0
 
