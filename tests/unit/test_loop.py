@@ -61,7 +61,13 @@ class Bench:
         self.outcomes: queue.SimpleQueue[StepOutcome] = queue.SimpleQueue()
         self.crashed = threading.Event()
         self.on_step: Any = self.outcomes.put
-        self.loop = EngineLoop(cast(Engine, self.engine), lambda outcome: self.on_step(outcome), self.crashed.set)
+        self.seconds_to_wait: Callable[[], float] = lambda: 0.0
+        self.loop = EngineLoop(
+            cast(Engine, self.engine),
+            lambda outcome: self.on_step(outcome),
+            self.crashed.set,
+            lambda: self.seconds_to_wait(),
+        )
 
     def add_work(self, steps: int, note: str = "request") -> None:
         self.engine.history.append(note)
@@ -172,6 +178,59 @@ def test_stop_ends_after_the_step_it_is_in() -> None:
     assert not bench.crashed.is_set()
 
 
+def test_a_request_that_comes_while_a_step_waits_joins_it() -> None:
+    with running() as bench:
+        waiting = threading.Event()
+
+        def until_both_are_here() -> float:
+            assert threading.current_thread().name == "engine"
+            if bench.engine.history != ["first"]:
+                return 0.0
+            waiting.set()
+            return TIMEOUT
+
+        bench.seconds_to_wait = until_both_are_here
+        bench.loop.submit(lambda: bench.add_work(1, "first"))
+        assert waiting.wait(TIMEOUT)
+        assert bench.engine.history == ["first"], "the step has not begun"
+        assert bench.loop.turn is not None, "but whoever watches sees that there is work"
+        bench.loop.submit(lambda: bench.add_work(0, "second"))
+        bench.outcomes.get(timeout=TIMEOUT / 2)
+    assert bench.engine.history == ["first", "second", "step"]
+
+
+def test_a_step_for_which_nothing_comes_begins_when_its_wait_is_over() -> None:
+    with running() as bench:
+        waits = [1e-3, 1e-4, 0.0, 1e-3, 0.0]
+        bench.seconds_to_wait = lambda: waits.pop(0) if bench.engine.work and waits else 0.0
+        bench.loop.submit(lambda: bench.add_work(2))
+        for _ in range(2):
+            bench.outcomes.get(timeout=TIMEOUT)
+    assert bench.engine.history == ["request", "step", "step"]
+    assert waits == [], "asked again after each wait, and before each step"
+
+
+def test_stop_ends_a_wait() -> None:
+    bench = Bench()
+    waiting = threading.Event()
+
+    def wait() -> float:
+        if not bench.engine.work:
+            return 0.0
+        waiting.set()
+        return 10 * TIMEOUT
+
+    bench.seconds_to_wait = wait
+    bench.loop.start()
+    bench.loop.submit(lambda: bench.add_work(1))
+    assert waiting.wait(TIMEOUT)
+    bench.loop.stop()
+    assert not bench.loop._thread.is_alive()
+    assert bench.loop.turn is None
+    assert bench.engine.history == ["request"], "nothing was computed for nobody"
+    assert not bench.crashed.is_set()
+
+
 def test_the_turn_is_told_while_there_is_work_and_only_then() -> None:
     with running() as bench:
         assert bench.engine.scheduler.checked.wait(TIMEOUT)
@@ -203,7 +262,7 @@ def test_a_thread_that_hangs_can_be_looked_into_and_left_behind(
         assert bench.loop.turn is not None
 
 
-@pytest.mark.parametrize("where", ["request", "on_step", "check"])
+@pytest.mark.parametrize("where", ["request", "on_step", "check", "seconds_to_wait"])
 def test_a_broken_invariant_ends_the_thread_and_calls_on_crash(where: str, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("broken")
@@ -214,6 +273,10 @@ def test_a_broken_invariant_ends_the_thread_and_calls_on_crash(where: str, caplo
         elif where == "on_step":
             bench.on_step = fail
             bench.loop.submit(lambda: bench.add_work(2))
+        elif where == "seconds_to_wait":
+            assert bench.engine.scheduler.checked.wait(TIMEOUT)
+            bench.seconds_to_wait = cast(Callable[[], float], fail)
+            bench.loop.submit(lambda: None)
         else:
             bench.engine.scheduler.broken = True
             bench.loop.submit(lambda: bench.add_work(1))

@@ -1,0 +1,171 @@
+"""What a sequence does next, whatever a controller wants."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+
+from shared.policy.gamma import Drafting, GammaController, Situation
+from shared.policy.pace import GRANTED_STEPS, Move, Pace
+
+
+class Wanting:
+    """A controller that wants `gamma`. A plain step takes a second, catching up what it is told."""
+
+    def __init__(self, gamma: int = 0, catch_up: float = 0.0) -> None:
+        self.gamma = gamma
+        self.catch_up = catch_up
+        self.measuring = False
+        self.num_asked = 0
+
+    def choose(self, sequence: Drafting, situation: Situation) -> int:
+        self.num_asked += 1
+        return self.gamma
+
+    def catch_up_seconds(self, num_unseen: int) -> float:
+        return self.catch_up
+
+    def plain_seconds(self, load: int) -> float:
+        return 1.0
+
+
+def move(
+    pace: Pace, controller: Wanting | None, num_steps: int = 0, num_unseen: int = 1, num_remaining: int = 100
+) -> Move:
+    situation = Situation(4, 0, 0, num_unseen, 10, num_remaining)
+    return pace.next(cast(GammaController, controller), situation, num_steps)
+
+
+def grants(pace: Pace, controller: Wanting | None) -> list[int]:
+    return [move(pace, controller, num_steps).num_steps for num_steps in range(GRANTED_STEPS + 1)]
+
+
+@pytest.mark.parametrize("fixed", [None, 0, 4])
+def test_without_a_controller_steps_are_granted_before_they_run_out(fixed: int | None) -> None:
+    given = grants(Pace(None, fixed), None)
+    assert given[0] > 0
+    assert set(given) == {0, GRANTED_STEPS}
+    assert given == sorted(given, reverse=True)
+    assert given[1] > 0, "the worker never waits for the router"
+    assert given[-1] == 0, "there are enough"
+    assert not any(move(Pace(None, fixed), None, n, num_unseen=99).catch_up for n in range(9))
+
+
+def test_with_a_controller_that_wants_no_drafts_it_is_the_same() -> None:
+    assert grants(Pace(None, None), Wanting(0)) == grants(Pace(None, None), None)
+    assert grants(Pace(None, 0), Wanting(5)) == grants(Pace(None, 0), None), "nor a request that wants none"
+
+
+def test_while_plain_steps_are_measured_few_are_granted() -> None:
+    controller = Wanting(0)
+    controller.measuring = True
+    assert 0 < move(Pace(None, None), controller).num_steps < GRANTED_STEPS
+
+
+def test_a_fixed_gamma_is_everyones_and_the_controller_is_not_asked() -> None:
+    controller = Wanting(7)
+    pace = Pace(None, 3)
+    for _ in range(5):
+        assert move(pace, controller) == Move(num_draft_tokens=3)
+    assert controller.num_asked == 0
+
+
+def test_a_round_begins_at_once_if_nothing_is_still_to_come() -> None:
+    controller = Wanting(5)
+    pace = Pace(None, None)
+    assert [move(pace, controller, num_unseen=n) for n in (1, 3, 6)] == [Move(num_draft_tokens=5)] * 3
+    assert controller.num_asked == 3, "each time anew"
+
+
+def test_a_round_wanted_waits_until_the_granted_steps_are_used_up_and_begins_once() -> None:
+    controller = Wanting(5)
+    pace = Pace(None, None)
+    moves = [move(pace, controller, num_steps, num_unseen=4) for num_steps in (3, 2, 1)]
+    assert moves == [Move(catch_up=True), Move(), Move()]
+    controller.gamma = 0  # what it thinks meanwhile changes nothing
+    assert move(pace, controller) == Move(num_draft_tokens=5)
+    assert controller.num_asked == 1
+    assert move(pace, controller).num_draft_tokens == 0
+
+
+def test_while_the_drafter_catches_up_plain_steps_go_on() -> None:
+    controller = Wanting(5, catch_up=3.2)
+    pace = Pace(None, None)
+    assert move(pace, controller, num_unseen=200) == Move(num_steps=3, catch_up=True)
+    assert [move(pace, controller, n, num_unseen=4 - n) for n in (2, 1)] == [Move(), Move()]
+    assert move(pace, controller, 0, num_unseen=4) == Move(num_draft_tokens=5), "few tokens: not waited for again"
+    controller.catch_up = 1e6
+    assert move(pace, controller, num_unseen=10**6) == Move(num_steps=GRANTED_STEPS, catch_up=True), "never many"
+    pace = Pace(None, None)
+    controller.catch_up = 3.2
+    assert move(pace, controller, 2, num_unseen=200) == Move(num_steps=1, catch_up=True), "what is there counts"
+
+
+def test_a_drafter_that_has_seen_all_but_the_last_token_is_not_asked_to_catch_up() -> None:
+    for num_unseen, catch_up in ((0, False), (1, False), (2, True)):
+        assert move(Pace(None, 4), Wanting(), num_steps=2, num_unseen=num_unseen).catch_up is catch_up
+
+
+@pytest.mark.parametrize("fixed", [None, 8])
+def test_no_more_is_drafted_than_may_follow(fixed: int | None) -> None:
+    wanted = [move(Pace(None, fixed), Wanting(8), num_remaining=n).num_draft_tokens for n in (1, 2, 5, 9, 10)]
+    assert wanted == [0, 1, 4, 8, 8], "one token of a round is the target's own"
+    assert move(Pace(None, fixed), Wanting(8), num_remaining=1).num_steps > 0
+
+
+def test_a_round_wanted_is_given_up_with_the_drafter() -> None:
+    controller = Wanting(5)
+    pace = Pace(None, None)
+    assert move(pace, controller, 3) == Move()
+    assert move(pace, None, 1).num_steps > 0
+    controller.gamma = 2
+    assert move(pace, controller) == Move(num_draft_tokens=2), "the controller is asked anew"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_way_through_a_sequence_ends_and_keeps_the_rules(seed: int) -> None:
+    """Against a controller that wants, and a drafter that comes and goes, as the dice say."""
+    dice = random.Random(seed)
+    controller = Wanting()
+    max_tokens = dice.randint(1, 300)
+    fixed = dice.choice([None, None, 0, 1, 8])
+    pace = Pace(None, fixed)
+    num_output, num_seen, num_steps = 1, 0, 0
+    catch_ups = 0  # since the last decision
+    num_asked = drafting = 0
+    while num_output < max_tokens:
+        controller.gamma = dice.choice([0, 0, 1, 4, 8])
+        controller.catch_up = dice.choice([0.0, 0.3, 2.0, 50.0])
+        controller.measuring = dice.random() < 0.1
+        present = dice.random() < 0.95
+        remaining, unseen = max_tokens - num_output, num_output + 100 - num_seen
+        chosen = move(pace, controller if present else None, num_steps, unseen, remaining)
+        if controller.num_asked > num_asked:
+            assert controller.num_asked == num_asked + 1
+            num_asked, catch_ups, drafting = controller.num_asked, 0, controller.gamma
+        elif chosen.num_steps > 0 and not present:
+            catch_ups = drafting = 0
+        assert chosen.num_steps >= 0
+        assert chosen.num_draft_tokens >= 0
+        assert num_steps + chosen.num_steps <= GRANTED_STEPS + 4
+        catch_ups += chosen.catch_up
+        if chosen.catch_up:
+            assert present
+            assert unseen > 1
+            num_seen = num_output + 100 - 1
+        if chosen.num_draft_tokens:
+            assert present
+            assert (num_steps, chosen.num_steps, chosen.catch_up) == (0, 0, False)
+            assert chosen.num_draft_tokens == min(drafting if fixed is None else fixed, remaining - 1)
+            num_seen = num_output + 100
+            num_output += dice.randint(1, chosen.num_draft_tokens + 1)
+            catch_ups = drafting = 0
+        else:
+            num_steps += chosen.num_steps
+            assert num_steps > 0, "nobody would ever speak again"
+            num_steps -= 1
+            num_output += 1
+        assert catch_ups <= 1
+    assert num_output == max_tokens

@@ -1,0 +1,139 @@
+"""What the router knows of a target's queue: sequences begin, get their first results, end and are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from outrider.v1 import target_pb2, worker_pb2
+
+from services.router.target_link import Backlog, TargetLane, TargetLink, WorkerLost
+from shared.sampling.params import SamplingParams
+
+
+def connected() -> TargetLink:
+    link = TargetLink("localhost:1", lambda _: None, asyncio.Condition())
+    link.info = worker_pb2.WorkerInfo(instance_id="w", max_batch_tokens=512)
+    return link
+
+
+def prefill(link: TargetLink, num_tokens: int, num_sequences: int = 1) -> list[TargetLane]:
+    params = [SamplingParams(sequence_index=i) for i in range(num_sequences)]
+    return link.prefill([1] * num_tokens, num_tokens, params, 1, b"", "")
+
+
+def answer(link: TargetLink, lane: TargetLane, status: int = target_pb2.STEP_STATUS_RUNNING) -> None:
+    result = target_pb2.StepResult(sequence_id=lane.sequence_id, token_ids=[1])
+    result.status = status  # type: ignore[assignment]
+    link._on_response(target_pb2.TargetResponse(results=[result]))
+
+
+async def test_a_sequence_counts_as_waiting_until_its_first_result() -> None:
+    link = connected()
+    assert link.backlog == Backlog(0, 0)
+    [one], [other] = prefill(link, 100), prefill(link, 30)
+    assert link.backlog == Backlog(2, 130)
+    link._on_response(target_pb2.TargetResponse(stats=worker_pb2.StepStats(num_tokens=64, seconds=0.1)))
+    assert link.backlog == Backlog(2, 130), "a chunk of a prefill is no result"
+    answer(link, other)
+    assert link.backlog == Backlog(1, 100)
+    answer(link, other)
+    other.release()
+    assert link.backlog == Backlog(1, 100)
+    answer(link, one)
+    assert link.backlog == Backlog(0, 0)
+    assert link.num_lanes == 1
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        target_pb2.STEP_STATUS_LENGTH,
+        target_pb2.STEP_STATUS_STOPPED,
+        target_pb2.STEP_STATUS_TOO_LARGE,
+        target_pb2.STEP_STATUS_FAILED,
+        target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE,
+    ],
+)
+async def test_a_first_result_that_is_the_last_ends_the_waiting_too(status: int) -> None:
+    link = connected()
+    [lane] = prefill(link, 100)
+    answer(link, lane, status)
+    assert link.backlog == Backlog(0, 0)
+    answer(link, lane, status)
+    lane.release()
+    assert link.backlog == Backlog(0, 0)
+    assert link.num_lanes == 0
+
+
+async def test_one_released_before_its_first_result_waits_no_more() -> None:
+    link = connected()
+    [one], [other] = prefill(link, 100), prefill(link, 30)
+    one.release()
+    assert link.backlog == Backlog(1, 30)
+    one.release()
+    answer(link, one)
+    assert link.backlog == Backlog(1, 30)
+    other.release()
+    assert link.backlog == Backlog(0, 0)
+
+
+async def test_forks_wait_for_one_prompt_computed_once() -> None:
+    link = connected()
+    lanes = prefill(link, 100, num_sequences=3)
+    assert link.backlog.num_tokens == 100
+    for lane in lanes:
+        answer(link, lane)
+    assert link.backlog == Backlog(0, 0)
+    for lane in prefill(link, 100, num_sequences=3):
+        lane.release()
+    assert link.backlog == Backlog(0, 0)
+
+
+async def test_with_the_connection_everything_that_waited_is_gone() -> None:
+    link = connected()
+    lanes = [*prefill(link, 100, num_sequences=2), *prefill(link, 30)]
+    answer(link, lanes[2])
+    link._on_lost()
+    assert link.backlog == Backlog(0, 0)
+    assert link.num_lanes == 0
+    with pytest.raises(WorkerLost):
+        await lanes[0].next()
+    for lane in lanes:
+        lane.release()
+    assert link.backlog == Backlog(0, 0)
+    # What begins on the next connection is counted for itself.
+    prefill(link, 7)
+    assert link.backlog == Backlog(1, 7)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_the_backlog_is_what_was_sent_and_not_yet_answered(seed: int) -> None:
+    dice = random.Random(seed)
+    link = connected()
+    waiting: dict[TargetLane, int] = {}
+    begun: list[TargetLane] = []
+    for _ in range(200):
+        what = dice.choice(["prefill", "prefill", "answer", "answer", "end", "release", "lose"])
+        if what == "prefill":
+            num_tokens = dice.randint(1, 99)
+            [lane] = prefill(link, num_tokens)
+            begun.append(lane)
+            waiting[lane] = num_tokens
+        elif what == "lose":
+            if dice.random() < 0.1:
+                link._on_lost()
+                waiting.clear()
+        elif begun:
+            lane = dice.choice(begun)
+            waiting.pop(lane, None)
+            if what == "release":
+                lane.release()
+            else:
+                ended = what == "end"
+                answer(link, lane, target_pb2.STEP_STATUS_LENGTH if ended else target_pb2.STEP_STATUS_RUNNING)
+        assert link.backlog == Backlog(len(waiting), sum(waiting.values()))
+    for lane in begun:
+        lane.release()
+    assert link.backlog == Backlog(0, 0)
