@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint protos bench clean
+.PHONY: help setup demo up test lint protos simulate bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ lint: setup ## Check style, format and types.
 
 protos: $(INSTALLED) ## Generate the Python stubs from protos/.
 	$(BIN)/python protos/generate.py
+
+simulate: setup ## Simulate the γ policy over a grid of services; takes most of an hour.
+	$(BIN)/python -m tests.benchmarks.gamma_grid $(ARGS)
 
 bench: setup ## Measure against transformers; prints a table.
 	$(BIN)/python -m tests.benchmarks $(ARGS)

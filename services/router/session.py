@@ -195,11 +195,15 @@ class SequenceSession:
                     logger.info("sequence lost", extra={"address": self._lane.link.address, "reason": str(error)})
                     if len(failures) > _MAX_FAILURES:
                         # Which worker and how is for the log: clients have no business with our addresses.
-                        logger.error("target workers failed %d times in a row, last %s", len(failures), error)
+                        where = self._lane.link.address
+                        logger.error(
+                            "target workers failed %d times in a row, last %s: %s", len(failures), where, error
+                        )
                         raise Unavailable(f"target workers failed {len(failures)} times in a row") from error
                     self._lane = await self._session.prefill_again(self._token_ids, self._params, failures)
         finally:
-            self._leave()
+            if self._gamma is not None:
+                self._gamma.leave(self._pace.drafting, self._num_output_tokens if self._finish_reason else None)
             self._lane.release()
             if self._draft is not None:
                 self._draft.release()
@@ -257,13 +261,10 @@ class SequenceSession:
         """γ's controller of the worker we are on; None while there is no drafting."""
         gamma = self._session.fleet.gamma(self._lane.link) if self._draft is not None else None
         if gamma is not self._gamma:
-            self._leave()
+            if self._gamma is not None:
+                self._gamma.leave(self._pace.drafting, None)
             self._gamma = gamma
         return gamma if self._draft is not None and self._draft.available else None
-
-    def _leave(self) -> None:
-        if self._gamma is not None:
-            self._gamma.leave(self._pace.drafting, self._num_output_tokens)
 
     def _situation(self) -> Situation:
         link = self._lane.link

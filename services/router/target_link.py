@@ -48,8 +48,9 @@ class TargetLane:
     link: TargetLink
     sequence_id: int
     num_steps: int
-    # Tokens it waits to have computed before its first result; 0 once that is here.
+    # Tokens to compute before its first result (0 for a fork, which shares them), and whether that is to come.
     num_prefill_tokens: int
+    waiting: bool = True
     probe: bool = False
     num_owed: int = field(init=False)
     num_received: int = 0
@@ -166,7 +167,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         traceparent: str,
     ) -> list[TargetLane]:
         """Begins a sequence for each of `params`, all on the same tokens, computed once."""
-        lanes = [TargetLane(self, next(self._sequence_ids), num_steps, 0) for _ in params]
+        num_tokens = [len(token_ids), *[0] * (len(params) - 1)]
+        lanes = [TargetLane(self, next(self._sequence_ids), num_steps, each) for each in num_tokens]
         first, *forks = lanes
         prefill = target_pb2.Prefill(
             sequence_id=first.sequence_id,
@@ -184,7 +186,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         sequence_ids = [lane.sequence_id for lane in lanes]
         self.send(target_pb2.TargetOperation(prefill=prefill), sequence_ids, begins=True)
         first.probe = self.breaker.begin()
-        self._begin_waiting(first, len(token_ids))
+        self.backlog.num_sequences += len(lanes)
+        self.backlog.num_tokens += len(token_ids)
         self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         return lanes
 
@@ -244,17 +247,12 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self._silence.heard()
         self._stats = worker_pb2.StepStats()
 
-    def _begin_waiting(self, lane: TargetLane, num_tokens: int) -> None:
-        lane.num_prefill_tokens = num_tokens
-        self.backlog.num_sequences += 1
-        self.backlog.num_tokens += num_tokens
-
     def _end_waiting(self, lane: TargetLane) -> None:
         """Its first result is here, or it is given up. Safe to call again."""
-        if lane.num_prefill_tokens:
+        if lane.waiting:
+            lane.waiting = False
             self.backlog.num_sequences -= 1
             self.backlog.num_tokens -= lane.num_prefill_tokens
-            lane.num_prefill_tokens = 0
 
     def _drop(self, lane: TargetLane) -> None:
         del self._lanes[lane.sequence_id]

@@ -26,7 +26,7 @@ class Acceptance:
     @property
     def num_examined(self) -> float:
         """Draft tokens that the rate rests on, everybody's included."""
-        return self._num_examined + (0.0 if self._prior is None else self._prior.num_examined)
+        return self._num_examined if self._prior is None else self._prior.num_examined
 
     @property
     def rate(self) -> float:

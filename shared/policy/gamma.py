@@ -10,36 +10,44 @@ from typing import NamedTuple
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.overhead import Overhead
 from shared.policy.step_costs import StepCosts
+from shared.policy.utilisation import Utilisation
 
-# Drafting begins when it promises this much more than plain decoding, and ends when it promises less than
-# that: estimates err, and changing between the two costs something itself.
+# Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
+# than the second: estimates err, and changing between the two costs something itself. Likewise one γ gives
+# way to another only if that promises more by the third.
 _BEGIN_AT = 1.05
 _STAY_AT = 1.02
 _KEEP = 1.03
+# How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance.
 _CURIOSITY = 0.04
-_SURE_FROM = 1.3
+# A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
 _REST_ROUNDS = 8
-# Prompt tokens in a step when there are more than enough of them.
-_PREFILL_STEP_TOKENS = 512
-# Share of the time that may go into finding out whether drafting would pay after all.
-_SCOUTING_SHARE = 0.01
+_NEW_LOAD = 0.25
+# What plain steps take is measured before drafting begins and again after so many seconds, for so many steps,
+# unless drafting promises so much that it hardly matters.
+_MEASURE_EVERY_SECONDS = 20.0
+_MEASURED_STEPS = 4.0
+_SURE_FROM = 1.3
+# A scout drafts for so many rounds, for this share of the time at most.
 _SCOUTING_ROUNDS = 8
-# What was learnt of rounds counts half after so many seconds without one.
-_HALF_LIFE_SECONDS = 10.0
-_UTILISATION_SECONDS = 5.0
-_LEAST_IDLE = 0.05
-_REMEASURE_SECONDS = 20.0
-# Tokens of output before any sequence has ended; how much an ended one counts.
+_SCOUTING_SHARE = 0.01
+# What was learnt of acceptance, and of overheads, counts half after so many seconds without a round.
+_ACCEPTANCE_HALF_LIFE = 10.0
+_OVERHEAD_HALF_LIFE = 30.0
+# Prompt tokens in a step where there are more than enough of them.
+_PREFILL_STEP_TOKENS = 512
+# Tokens of output before any sequence has ended; how much an ended one counts; the least that may follow.
 _PRIOR_OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.1
+_LEAST_OUTPUT_TOKENS = 16.0
 
 
 class Situation(NamedTuple):
     """What a sequence's choice depends on besides itself.
 
-    `load`: sequences on its target worker; `num_waiting` of them have no first token yet. `num_unseen`:
-    committed tokens that the drafter has not taken in. `num_output`: tokens generated, `num_remaining`: the
-    most that may follow.
+    `load`: sequences on its target worker that decode; `num_waiting`: those without a first token yet, whose
+    prompts have `num_prefill_tokens` together. `num_unseen`: the sequence's committed tokens that the drafter
+    has not taken in. `num_output`: tokens generated, `num_remaining`: the most that may follow.
     """
 
     load: int
@@ -49,9 +57,14 @@ class Situation(NamedTuple):
     num_output: int
     num_remaining: int
 
+    @property
+    def prefill_bound(self) -> bool:
+        """Whether the worker has more prompt tokens to compute than a step holds."""
+        return self.num_prefill_tokens > _PREFILL_STEP_TOKENS
+
 
 class Drafting:
-    """What the controller keeps of one sequence: its acceptance, and whether it drafts."""
+    """What the controller keeps of one sequence: its acceptance, whether it drafts, and where it stands."""
 
     def __init__(self, prior: Acceptance | None = None) -> None:
         self.acceptance = Acceptance(prior)
@@ -60,22 +73,30 @@ class Drafting:
         self.situation: Situation | None = None
 
 
-class Utilisation:
-    """The share of the time that prefills take, forgetting what is long ago."""
-
-    def __init__(self, now: float) -> None:
-        self.share = 0.0
-        self._since = now
-
-    def observe(self, busy: bool, now: float) -> None:
-        """Since the last call there were prefills, or there were none."""
-        kept = math.exp((self._since - now) / _UTILISATION_SECONDS)
-        self.share = kept * self.share + (1 - kept) * busy
-        self._since = now
-
-
 class GammaController:
-    """Chooses γ for the sequences of one target worker and the drafter."""
+    """Chooses γ for the sequences of one target worker and the drafter.
+
+    The sequences of a worker share its steps, so one γ is chosen for all of them. With L sequences a plain
+    step takes P = T(L) (1 + overhead), a round of γ draft tokens
+
+        R = (P + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
+
+    T and D are the step costs that target and drafter measured at warm-up; the overheads are learnt from
+    what steps and rounds really take, transport, waiting and contexts included. Drafting gains
+
+        P m / (C + R m / E)
+
+    over plain decoding, where m tokens are expected to follow, E is the mean of expected_tokens(α, γ) over
+    the sequences and C what the drafter needs to catch up with them. The γ of most gain wins; 0 unless that is
+    clearly above 1. A sequence joins in when that saves it more than its own catching up costs everybody.
+
+    While prompts fill the steps, decoding is not what holds things up: every draft token takes a prompt
+    token's place, and is worth it only in so far as there is time left over.
+
+    It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, a γ
+    that was not tried yet is given a little credit, and when drafting seemed not to pay, a single sequence
+    scouts now and then whether it would with α as good as it may be by now, for a hundredth of the time.
+    """
 
     def __init__(
         self,
@@ -84,73 +105,66 @@ class GammaController:
         max_num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.target = target
-        self.draft = draft
         self.acceptance = Acceptance()
+        self.gamma = 0
+        self._target = target
+        self._draft = draft
         self._max_num_draft_tokens = max_num_draft_tokens
         self._clock = clock
+        self._members: dict[Drafting, None] = {}
         self._rounds = Overhead()
         self._plain = Overhead()
+        self._utilisation = Utilisation(clock())
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
-        self._last_round = clock()
-        self._scouts_from = clock()
-        # By power of two of the load: when plain steps were last measured.
-        self._plain_known: dict[int, float] = {}
-        self._num_to_measure = 0.0
-        self._members: dict[Drafting, None] = {}
         self._decided_at = -math.inf
         self._decided_load = 0
-        self._utilisation = Utilisation(clock())
-        self.gamma = 0  # of the group
+        self._last_round = clock()
+        self._scouts_from = clock()
+        # When plain steps were last measured, by power of two of the load, and steps that still are to be.
+        self._measured_at: dict[int, float] = {}
+        self._num_to_measure = 0.0
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
+        now = self._clock()
         sequence.situation = situation
-        if sequence not in self._members:
-            self._members[sequence] = None
-        self._utilisation.observe(situation.num_waiting > 0, self._clock())
-        # All whose rounds ended together get the same answer: who drafts less waits for who drafts more.
-        load = situation.load
-        changed = abs(load - self._decided_load) > 0.25 * self._decided_load
-        rest = 0.5 * self.target.seconds(1) if changed else _REST_ROUNDS * self.round_seconds(load, self.gamma)
-        if self._clock() - self._decided_at > rest:
-            self._decided_at, self._decided_load = self._clock(), load
-            self._decide(situation)
-        if self.measuring and not _prefill_bound(situation):
+        self._members[sequence] = None
+        self._utilisation.observe(situation.num_waiting > 0, now)
+        # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
+        if now - self._decided_at > self._rest_seconds(situation.load):
+            self._decided_at, self._decided_load = now, situation.load
+            self.gamma = self._best_for_all(situation)
+        if self.measuring and not situation.prefill_bound:
             return 0
-        if self.gamma:
-            sequence.active = sequence.active or self._joins(sequence, situation, self.gamma)
+        if self.gamma > 0:
+            sequence.active = sequence.active or self._joins(situation, situation, sequence.acceptance.rate)
             return self.gamma if sequence.active else 0
         if sequence.num_scouting_rounds > 0:
             sequence.num_scouting_rounds -= 1
             return min(2, self._max_num_draft_tokens)
         sequence.active = False
-        if self._clock() < self._scouts_from or _prefill_bound(situation):
-            return 0
         return self._scout(sequence, situation)
 
     def leave(self, sequence: Drafting, num_output_tokens: int | None) -> None:
-        self._members.pop(sequence, None)
+        """The sequence is no longer here; if it has ended, with that many tokens of output. Safe to call again."""
+        if sequence not in self._members:
+            return
+        del self._members[sequence]
         if num_output_tokens is not None:
             self._num_output_tokens += _OUTPUT_WEIGHT * (num_output_tokens - self._num_output_tokens)
 
     @property
     def measuring(self) -> bool:
-        """Whether everybody decodes plainly for a few steps, so that it is known what they take."""
+        """Whether everybody decodes plainly for a few steps, so that it is known what these take."""
         return self._num_to_measure > 0
 
     def catch_up_seconds(self, num_unseen: int) -> float:
-        """What the drafter takes for the committed tokens it has not seen, beyond the last one."""
-        return self.draft.seconds(num_unseen) - self.draft.seconds(1) if num_unseen > 1 else 0.0
+        """What the drafter takes for committed tokens it has not seen, beyond what the last one always takes."""
+        return self._draft.seconds(num_unseen) - self._draft.seconds(1) if num_unseen > 1 else 0.0
 
     def plain_seconds(self, load: int) -> float:
-        """What a plain decode step takes."""
-        return self.target.seconds(load) * (1 + self._plain.share(load, 0))
-
-    def round_seconds(self, load: int, gamma: int) -> float:
-        """What a round of everybody takes, by the step costs and what plain steps take."""
-        verify = self.target.seconds(load * (gamma + 1)) - self.target.seconds(load)
-        return self.plain_seconds(load) + verify + gamma * self.draft.seconds(load)
+        """What a plain decode step takes: P."""
+        return self._target.seconds(load) * (1 + self._plain.share(load, 0))
 
     def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, num_tokens: int, seconds: float) -> None:
         """A round of γ draft tokens among `load` sequences took that long, from the last result to its own.
@@ -160,96 +174,118 @@ class GammaController:
         self._last_round = self._clock()
         num_drafting = min(max(1.0, (num_tokens - load) / num_draft_tokens), load)
         if num_drafting < 0.5 * load:
-            return
-        expected = self.round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
+            return  # few draft among many that decode plainly: no measure of what it would take if all did
+        expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
         self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / num_drafting)
 
     def observe_plain(self, load: int, seconds: float) -> None:
         """A plain decode step among `load` sequences took that long, from result to result."""
-        if (self.gamma == 0 or self.measuring) and not any(each.num_scouting_rounds for each in self._members):
-            self._plain_known[load.bit_length()] = self._clock()
-            self._num_to_measure -= 1 / load
-            self._plain.observe(load, 0, self.target.seconds(load), seconds, 1 / load)
-
-    def _decide(self, s: Situation) -> None:
-        """The group's γ: rounds of everybody, or none."""
-        load = s.load
-        plain = self.plain_seconds(load)
-        confidence = 0.5 ** ((self._clock() - self._last_round) / (3 * _HALF_LIFE_SECONDS))
-        catch_up = num_follow = 0.0
-        rates = []
-        for each in self._members:
-            if each.active or self._joins(each, s, self.gamma or 2):
-                rates.append(each.acceptance.rate)
-                assert each.situation is not None
-                num_follow += self._num_expected(each.situation)
-                if not each.active:
-                    catch_up += self.catch_up_seconds(each.situation.num_unseen)
-        if not rates:
-            self.gamma = 0
+        if self.gamma > 0 and not self.measuring:
+            return  # of a sequence that has not joined the others' rounds
+        if any(each.num_scouting_rounds for each in self._members):
             return
-        num_follow /= len(rates)
-        num_others = len(self._members) - len(rates)
-        best, best_gain = 0, _STAY_AT if self.gamma else _BEGIN_AT
+        self._measured_at[load.bit_length()] = self._clock()
+        self._num_to_measure -= 1 / load
+        self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)
+
+    def _rest_seconds(self, load: int) -> float:
+        """How long the last choice stands."""
+        if abs(load - self._decided_load) > _NEW_LOAD * self._decided_load:
+            return 0.5 * self._target.seconds(1)
+        return _REST_ROUNDS * self._round_seconds(load, self.gamma)
+
+    def _best_for_all(self, now: Situation) -> int:
+        """The γ that gains most if all draft who are drafting or would join in; 0 if none gains enough."""
+        joining = [
+            (each, where)
+            for each in self._members
+            if (where := each.situation) is not None
+            and (each.active or self._joins(where, now, each.acceptance.rate, max(2, self.gamma)))
+        ]
+        if not joining:
+            return 0
+        rates = [each.acceptance.rate for each, _ in joining]
+        num_follow = sum(self._num_to_follow(where) for _, where in joining) / len(joining)
+        catch_up = sum(self.catch_up_seconds(where.num_unseen) for each, where in joining if not each.active)
+        best, best_gain = 0, _STAY_AT if self.gamma > 0 else _BEGIN_AT
         for gamma in range(1, self._max_num_draft_tokens + 1):
+            num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
-            if _prefill_bound(s):
-                price = num_follow / (num_follow + s.num_prefill_tokens / s.num_waiting)
-                gain = 1 + (1 - self._utilisation.share) * (tokens - 1) - price * gamma
+            if now.prefill_bound:
+                gain = self._gain_beside_prefills(now, gamma, tokens, num_follow)
             else:
-                overhead = self._rounds.share(load, gamma)
-                overhead = min(overhead, confidence * overhead)
-                seconds = self.round_seconds(load, gamma) * (1 + overhead)
-                gain = plain * num_follow / (catch_up + num_follow * seconds / tokens)
-                gain *= 1 + _CURIOSITY / (1 + self._rounds.count(load, gamma))
+                gain = self._gain(now.load, gamma, tokens, num_follow, catch_up, self._round_overhead(now.load, gamma))
+                gain *= 1 + _CURIOSITY / (1 + self._rounds.count(now.load, gamma))
             if gamma == self.gamma:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
-        self.gamma = best
-        known = self._plain_known.get(load.bit_length(), -1e9)
-        if best and best_gain < _SURE_FROM and not _prefill_bound(s) and self._clock() - known > _REMEASURE_SECONDS:
-            self._plain_known[load.bit_length()] = self._clock()
-            self._num_to_measure = 4.0 if known < 0 else 2.0
-
-    def _joins(self, sequence: Drafting, now: Situation, gamma: int) -> bool:
-        s = sequence.situation
-        assert s is not None
-        tokens = expected_tokens(sequence.acceptance.rate, gamma)
-        catch_up = self._delay(now, self.catch_up_seconds(s.num_unseen))
-        saved = (1 - 1 / tokens) * self.plain_seconds(now.load)
-        return self._num_expected(s) * saved > catch_up
-
-    def _delay(self, now: Situation, seconds: float) -> float:
-        """Seconds that so much further work costs all sequences together, those behind it in the queue included."""
-        return (now.load + now.num_waiting) * seconds / max(_LEAST_IDLE, 1 - self._utilisation.share)
-
-    def _num_expected(self, s: Situation) -> float:
-        return max(1.0, min(s.num_remaining, max(self._num_output_tokens - s.num_output, s.num_output, 16.0)))
-
-    def _scout(self, sequence: Drafting, s: Situation) -> int:
-        age = self._clock() - self._last_round
-        at_best = sequence.acceptance.rate_at_best(0.5 ** (age / _HALF_LIFE_SECONDS))
-        load = s.load
-        plain = self.plain_seconds(load)
-        num_follow = self._num_expected(s)
-        best, gain = 0, _BEGIN_AT
-        for gamma in range(1, self._max_num_draft_tokens + 1):
-            each = plain / (
-                load * self.catch_up_seconds(s.num_unseen) / num_follow
-                + self.round_seconds(load, gamma) / expected_tokens(at_best, gamma)
-            )
-            if each > gain:
-                best, gain = gamma, each
-        if best == 0:
-            return 0
-        rounds = best * self.draft.seconds(1) + self.target.seconds(load + best) - self.target.seconds(load)
-        own = max(0.0, 2 - expected_tokens(sequence.acceptance.rate, best)) * plain / load
-        cost = self.catch_up_seconds(s.num_unseen) + _SCOUTING_ROUNDS * (rounds + own)
-        self._scouts_from = self._clock() + cost / _SCOUTING_SHARE
-        sequence.num_scouting_rounds = _SCOUTING_ROUNDS - 1
+        if best > 0 and best_gain < _SURE_FROM and not now.prefill_bound:
+            self._measure_if_due(now.load)
         return best
 
+    def _measure_if_due(self, load: int) -> None:
+        bucket, now = load.bit_length(), self._clock()
+        if now - self._measured_at.get(bucket, -math.inf) > _MEASURE_EVERY_SECONDS:
+            self._num_to_measure = _MEASURED_STEPS / (2 if bucket in self._measured_at else 1)
+            self._measured_at[bucket] = now
 
-def _prefill_bound(s: Situation) -> bool:
-    return s.num_prefill_tokens > _PREFILL_STEP_TOKENS
+    def _gain(
+        self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float = 0.0
+    ) -> float:
+        """P m / (C + R m / E)."""
+        seconds = self._round_seconds(load, gamma) * (1 + overhead)
+        return self.plain_seconds(load) * num_follow / (catch_up + num_follow * seconds / tokens)
+
+    def _gain_beside_prefills(self, now: Situation, gamma: int, tokens: float, num_follow: float) -> float:
+        """Where prompts fill the steps: output gained, as far as it matters, less that of the prompts put off."""
+        num_prompt_tokens = now.num_prefill_tokens / max(1, now.num_waiting)
+        output_per_token = num_follow / (num_follow + num_prompt_tokens)
+        return 1 + (1 - self._utilisation.share) * (tokens - 1) - output_per_token * gamma
+
+    def _joins(self, where: Situation, now: Situation, rate: float, gamma: int | None = None) -> bool:
+        """Whether a sequence that stands at `where` saves more by drafting than its catching up costs all."""
+        tokens = expected_tokens(rate, self.gamma if gamma is None else gamma)
+        saved = self._num_to_follow(where) * (1 - 1 / tokens) * self.plain_seconds(now.load)
+        catch_up = self._utilisation.delay(self.catch_up_seconds(where.num_unseen))
+        return saved > (now.load + now.num_waiting) * catch_up
+
+    def _num_to_follow(self, where: Situation) -> float:
+        """Tokens that a sequence may be expected still to generate: what is usual, and else as many as it has."""
+        usual = self._num_output_tokens - where.num_output
+        return max(1.0, min(where.num_remaining, max(usual, where.num_output, _LEAST_OUTPUT_TOKENS)))
+
+    def _round_seconds(self, load: int, gamma: int) -> float:
+        """What a round of everybody should take, without overhead."""
+        verify = self._target.seconds(load * (gamma + 1)) - self._target.seconds(load)
+        return self.plain_seconds(load) + verify + gamma * self._draft.seconds(load)
+
+    def _round_overhead(self, load: int, gamma: int) -> float:
+        """Of rounds; a bad one is forgotten while there are none."""
+        share = self._rounds.share(load, gamma)
+        return min(share, share * self._confidence(_OVERHEAD_HALF_LIFE))
+
+    def _confidence(self, half_life: float) -> float:
+        """How much what rounds have taught still counts, 0 to 1."""
+        return float(0.5 ** ((self._clock() - self._last_round) / half_life))
+
+    def _scout(self, sequence: Drafting, now: Situation) -> int:
+        """Draft tokens of a scout's first round, if it is time for one and it may turn out well; else 0."""
+        if self._clock() < self._scouts_from or now.prefill_bound:
+            return 0
+        at_best = sequence.acceptance.rate_at_best(self._confidence(_ACCEPTANCE_HALF_LIFE))
+        num_follow = self._num_to_follow(now)
+        catch_up = self.catch_up_seconds(now.num_unseen)
+        best, best_gain = 0, _BEGIN_AT
+        for gamma in range(1, self._max_num_draft_tokens + 1):
+            gain = self._gain(now.load, gamma, expected_tokens(at_best, gamma), num_follow, now.load * catch_up)
+            if gain > best_gain:
+                best, best_gain = gamma, gain
+        if best > 0:
+            # What it costs all (drafts, and a longer step), and the scout itself: its rounds take two steps.
+            verify = self._target.seconds(now.load + best) - self._target.seconds(now.load)
+            fewer = max(0.0, 2 - expected_tokens(sequence.acceptance.rate, best))
+            each_round = best * self._draft.seconds(1) + verify + fewer * self.plain_seconds(now.load) / now.load
+            self._scouts_from = self._clock() + (catch_up + _SCOUTING_ROUNDS * each_round) / _SCOUTING_SHARE
+            sequence.num_scouting_rounds = _SCOUTING_ROUNDS - 1
+        return best
