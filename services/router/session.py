@@ -98,11 +98,12 @@ class Session:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            # A task cancelled before its first step has released nothing.
+            # A task cancelled before its first step releases nothing. Now, not behind the wait below: we may be
+            # cancelled again in it (a deadline is over here and at the client at the same time).
             for lane in lanes:
                 lane.release()
             self._chunks.end()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prefill(
         self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink] = ()

@@ -907,7 +907,8 @@ async def test_a_client_that_leaves_while_the_drafter_drafts_leaves_nothing() ->
         await s.until_idle()
 
 
-async def test_a_session_cancelled_before_its_first_step_leaves_nothing() -> None:
+@pytest.mark.parametrize("num_times", [1, 3, 5])
+async def test_a_session_cancelled_before_its_first_step_leaves_nothing(num_times: int) -> None:
     async with stack() as s:
         s.target.gate.clear()
         tasks: list[asyncio.Task[None]] = []
@@ -916,8 +917,14 @@ async def test_a_session_cancelled_before_its_first_step_leaves_nothing() -> Non
         async def place_and_cancel(*args: Any) -> Any:
             placed = await original(*args)
             # In the very turn of the loop in which the sequences' tasks are made.
-            asyncio.get_running_loop().call_soon(tasks[0].cancel)
+            cancel(num_times)
             return placed
+
+        def cancel(num_left: int) -> None:
+            # By the deadline and by the client, both at once: in every turn of the loop that it unwinds in.
+            tasks[0].cancel()
+            if num_left > 1:
+                asyncio.get_running_loop().call_soon(cancel, num_left - 1)
 
         s.fleet.place = place_and_cancel  # type: ignore[assignment, method-assign]
         session = _session(s)
