@@ -32,6 +32,7 @@ from services.router.tenants import Tenants
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
+from shared.policy.gamma import Drafting
 from shared.policy.step_costs import StepCosts
 from shared.rpc import edge
 from shared.rpc.channel import connect
@@ -232,6 +233,24 @@ async def test_without_a_drafter_and_with_speculation_off() -> None:
         assert output.tokens == {0: GREEDY}
         assert s.drafter is not None
         assert s.drafter.num_asked == 0
+
+
+async def test_sequences_that_never_draft_do_not_tell_how_long_those_that_do_become() -> None:
+    async with stack() as s:
+        controller = s.fleet.gamma(s.fleet.targets[0])
+        assert controller is not None
+        left: list[int | None] = []
+        leave = controller.leave
+
+        def noting(sequence: Drafting, num_output_tokens: int | None) -> None:
+            left.append(num_output_tokens)
+            leave(sequence, num_output_tokens)
+
+        controller.leave = noting  # type: ignore[method-assign]
+        await s.generate(greedy(speculation=inference_pb2.Speculation(enabled=False)))
+        await s.generate(greedy(0))
+        await s.generate(greedy(2))
+        assert left == [MAX_TOKENS]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
