@@ -98,11 +98,12 @@ class Session:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            # A task cancelled before its first step has released nothing.
+            # A task cancelled before its first step releases nothing. Now, not behind the wait below: we may be
+            # cancelled again in it (a deadline is over here and at the client at the same time).
             for lane in lanes:
                 lane.release()
             self._chunks.end()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prefill(
         self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink] = ()
@@ -170,7 +171,8 @@ class SequenceSession:
         # Draft tokens of the latest round.
         self._drafted: list[int] = []
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
-        self._gamma = session.fleet.gamma(lane.link)
+        # One that never drafts says nothing of those that do.
+        self._gamma = None if self._draft is None else session.fleet.gamma(lane.link)
         self._pace = Pace(None if self._gamma is None else self._gamma.acceptance, session.options.num_draft_tokens)
 
     async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:

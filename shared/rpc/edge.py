@@ -37,7 +37,7 @@ request_bytes: Final[ContextVar[int]] = ContextVar("request_bytes")
 _INFRASTRUCTURE = "/grpc."
 # Names of services and symbols are all that is asked for.
 _MAX_INFRASTRUCTURE_BYTES = 4 * 1024
-_MAX_INFRASTRUCTURE_RPCS = 256
+_MAX_INFRASTRUCTURE_STREAMS = 256
 # Decoded at once; a larger request is worth a thread, since protobuf takes up to 0.2 µs a byte.
 _INLINE_BYTES = 16 * 1024
 # Large requests that may wait for their decoding; each is held in memory meanwhile.
@@ -61,7 +61,7 @@ class Edge(grpc.aio.ServerInterceptor):
       leaves it to the garbage collector.)
     - After `refuse()`, new RPCs get UNAVAILABLE; `idle` is set while none is running.
 
-    Health and reflection are open to anyone, and so bounded in the size of requests and in their number.
+    Health and reflection are open to anyone, and so bounded in the size of requests and in the number of streams.
     """
 
     def __init__(self, telemetry: Telemetry, authenticate: Authenticate | None = None) -> None:
@@ -72,7 +72,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._authenticate = authenticate
         self._refusing = False
         self._wrapped: dict[str, _Handler] = {}
-        self._num_infrastructure = 0
+        self._num_infrastructure_streams = 0
         self._num_decoding = 0
         # One at a time: threads that decode share the interpreter with the event loop.
         self._decoder = asyncio.Semaphore(1)
@@ -124,16 +124,20 @@ class Edge(grpc.aio.ServerInterceptor):
                 yield decode(payload)
 
         async def bounded(request: Any, context: _ServicerContext) -> Any:
-            self._num_infrastructure += 1
+            # A single answer is given at once, and to a probe of health always: streams alone stay.
+            num_streams = int(handler.response_streaming)
+            self._num_infrastructure_streams += num_streams
             try:
-                if self._num_infrastructure > _MAX_INFRASTRUCTURE_RPCS:
-                    raise ResourceExhausted(f"more than {_MAX_INFRASTRUCTURE_RPCS} calls of health and reflection", 1.0)
+                if num_streams and self._num_infrastructure_streams > _MAX_INFRASTRUCTURE_STREAMS:
+                    raise ResourceExhausted(
+                        f"more than {_MAX_INFRASTRUCTURE_STREAMS} streams of health and reflection", 1.0
+                    )
                 decoded = decode_each(request) if handler.request_streaming else decode(request)
                 return await behavior(decoded, context)
             except OutriderError as error:
                 status = to_status(error)
             finally:
-                self._num_infrastructure -= 1
+                self._num_infrastructure_streams -= num_streams
             return await _abort(context, status)
 
         return _FACTORIES[handler.request_streaming, handler.response_streaming](
@@ -253,9 +257,15 @@ def _behavior(handler: _Handler) -> _Behavior:
 
 async def _abort(context: _ServicerContext, status: RpcStatus) -> None:
     """Ends the RPC with `status`, which is sent behind what the caller has yet to read."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_STATUS_SECONDS):
-            await context.abort(status.code, status.message, status.trailing_metadata)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_SECONDS):
+                await context.abort(status.code, status.message, status.trailing_metadata)
+    except grpc.aio.InternalError as error:
+        # The caller is gone, or the deadline that this tells of cut off the sending of the initial metadata, and
+        # it is over for the caller too: there is nobody to tell. As a cancellation grpc takes it for no fault.
+        logger.info("status not sent", extra={"code": status.code.name, "reason": str(error)})
+        raise asyncio.CancelledError from error
 
 
 async def _call(method: str, behavior: _Behavior, request: Any, context: _ServicerContext) -> Any:

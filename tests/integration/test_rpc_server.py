@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -382,7 +382,7 @@ async def test_a_server_of_its_own_limit_never_sees_what_is_longer() -> None:
 
 
 async def test_health_and_reflection_take_small_requests_and_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge, "_MAX_INFRASTRUCTURE_RPCS", 3)
+    monkeypatch.setattr(edge, "_MAX_INFRASTRUCTURE_STREAMS", 3)
     async with running(Scripted()) as (_, channel):
         health = health_pb2_grpc.HealthStub(channel)
         long = health_pb2.HealthCheckRequest(service="x" * 5000)
@@ -396,12 +396,29 @@ async def test_health_and_reflection_take_small_requests_and_not_many(monkeypatc
             await call.read()
         refused = health.Watch(health_pb2.HealthCheckRequest())
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # Else some who watch for ever would have every probe fail, and the process restarted.
+        assert await health.Check(health_pb2.HealthCheckRequest()).code() is grpc.StatusCode.OK
         watching[0].cancel()
         async with asyncio.timeout(30):
             while True:
-                call = health.Check(health_pb2.HealthCheckRequest())
-                if await call.code() is grpc.StatusCode.OK:
+                with suppress(grpc.aio.AioRpcError):
+                    await health.Watch(health_pb2.HealthCheckRequest()).read()
                     break
+
+
+async def test_a_deadline_that_cuts_off_the_initial_metadata_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    async def tokenize(_: object, context: Any) -> Any:
+        sending = asyncio.create_task(context.send_initial_metadata(()))
+        await asyncio.sleep(0)  # it has begun
+        sending.cancel()
+        raise errors.DeadlineExceeded("it is over")
+
+    async with running(Scripted(tokenize)) as (server, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(), timeout=1.0)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(10):
+            await server._edge.idle.wait()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_messages_pass_up_to_the_limit() -> None:

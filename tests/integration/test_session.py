@@ -32,6 +32,7 @@ from services.router.tenants import Tenants
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
+from shared.policy.gamma import Drafting
 from shared.policy.step_costs import StepCosts
 from shared.rpc import edge
 from shared.rpc.channel import connect
@@ -232,6 +233,24 @@ async def test_without_a_drafter_and_with_speculation_off() -> None:
         assert output.tokens == {0: GREEDY}
         assert s.drafter is not None
         assert s.drafter.num_asked == 0
+
+
+async def test_sequences_that_never_draft_do_not_tell_how_long_those_that_do_become() -> None:
+    async with stack() as s:
+        controller = s.fleet.gamma(s.fleet.targets[0])
+        assert controller is not None
+        left: list[int | None] = []
+        leave = controller.leave
+
+        def noting(sequence: Drafting, num_output_tokens: int | None) -> None:
+            left.append(num_output_tokens)
+            leave(sequence, num_output_tokens)
+
+        controller.leave = noting  # type: ignore[method-assign]
+        await s.generate(greedy(speculation=inference_pb2.Speculation(enabled=False)))
+        await s.generate(greedy(0))
+        await s.generate(greedy(2))
+        assert left == [MAX_TOKENS]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
@@ -908,7 +927,8 @@ async def test_a_client_that_leaves_while_the_drafter_drafts_leaves_nothing() ->
         await s.until_idle()
 
 
-async def test_a_session_cancelled_before_its_first_step_leaves_nothing() -> None:
+@pytest.mark.parametrize("num_times", [1, 3, 5])
+async def test_a_session_cancelled_before_its_first_step_leaves_nothing(num_times: int) -> None:
     async with stack() as s:
         s.target.gate.clear()
         tasks: list[asyncio.Task[None]] = []
@@ -917,8 +937,14 @@ async def test_a_session_cancelled_before_its_first_step_leaves_nothing() -> Non
         async def place_and_cancel(*args: Any) -> Any:
             placed = await original(*args)
             # In the very turn of the loop in which the sequences' tasks are made.
-            asyncio.get_running_loop().call_soon(tasks[0].cancel)
+            cancel(num_times)
             return placed
+
+        def cancel(num_left: int) -> None:
+            # By the deadline and by the client, both at once: in every turn of the loop that it unwinds in.
+            tasks[0].cancel()
+            if num_left > 1:
+                asyncio.get_running_loop().call_soon(cancel, num_left - 1)
 
         s.fleet.place = place_and_cancel  # type: ignore[assignment, method-assign]
         session = _session(s)
