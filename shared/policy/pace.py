@@ -12,6 +12,8 @@ from shared.policy.gamma import Drafting, GammaController, Situation
 # the worker never waits for the router; little enough that a change to drafting is not long in coming.
 GRANTED_STEPS = 8
 _REFILL_BELOW = 4
+# The same while it is measured what plain steps take: rounds are to follow.
+_MEASURED_STEPS = 3
 
 
 class Move(NamedTuple):
@@ -49,7 +51,8 @@ class Pace:
         wanted = min(self._wanted, situation.num_remaining - 1)
         if wanted <= 0 or controller is None:
             self._wanted = 0
-            return Move(num_steps=3 if controller is not None and controller.measuring else GRANTED_STEPS)
+            measuring = controller is not None and controller.measuring
+            return Move(num_steps=_MEASURED_STEPS if measuring else GRANTED_STEPS)
         catch_up = controller.catch_up_seconds(situation.num_unseen) if fresh else 0.0
         num_meanwhile = math.ceil(catch_up / controller.plain_seconds(situation.load) - 0.5)
         if num_steps == 0 and num_meanwhile <= 0:

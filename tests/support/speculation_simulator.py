@@ -80,7 +80,6 @@ class _Server:
     """A worker's engine: at most one step at a time, with so much work left."""
 
     left: float = 0.0
-    total: float = 0.0
     began: float = 0.0
     num_tokens: int = 0
     lanes: list[_Lane] = field(default_factory=list)
@@ -89,7 +88,7 @@ class _Server:
 
 
 class Simulation:
-    """One run; `tokens` counts output, `rounds` and `drafted` what was speculated."""
+    """One run. `tokens` counts the output; `trace` holds when each result came, and the γ of its round."""
 
     def __init__(
         self,
@@ -115,18 +114,18 @@ class Simulation:
         self.tokens = 0
         self.measured_from = float("inf")
         self.num_started = 0
-        self.rounds = 0
-        self.drafted = 0
-        self.trace: list[tuple[float, int]] = []  # when a result came, and the γ it came from
+        self.trace: list[tuple[float, int]] = []
         self.lanes: list[_Lane] = []
         self.prefills: deque[_Lane] = deque()
         self.target, self.drafter = _Server(), _Server()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.drift = 1.0
+        self.progressed = 0.0
 
     def run(self) -> float:
-        """Output tokens a second."""
+        """Output tokens a second, over the time that begins when every stream has had its first token: all
+        streams begin at once, and the wave of their prompts says nothing about γ."""
         self.at(0.0, self.arrive)
         for second in range(1, int(self.workload.seconds)):
             self.at(float(second), self.arrive)
@@ -211,18 +210,18 @@ class Simulation:
         if self.slow[0] <= self.now < self.slow[1]:
             seconds *= self.slow[2]
         self.progress()
-        server.busy, server.left, server.total, server.began = True, seconds, seconds, self.now
+        server.busy, server.left, server.began = True, seconds, self.now
         server.lanes, server.num_tokens = lanes, tokens
         self.reschedule()
 
     def progress(self) -> None:
         """Takes off the work done since the last change."""
         both = self.target.busy and self.drafter.busy and self.machine.shared
-        elapsed = (self.now - getattr(self, "_since", 0.0)) * (0.5 if both else 1.0)
+        elapsed = (self.now - self.progressed) * (0.5 if both else 1.0)
         for server in (self.target, self.drafter):
             if server.busy:
                 server.left -= elapsed
-        self._since = self.now
+        self.progressed = self.now
 
     def reschedule(self) -> None:
         both = self.target.busy and self.drafter.busy and self.machine.shared
@@ -306,8 +305,6 @@ class Simulation:
             lane.previous, lane.received = lane.received, self.now
             self.trace.append((self.now, gamma))
             if gamma:
-                self.rounds += 1
-                self.drafted += gamma
                 lane.pace.drafting.acceptance.observe(gamma, accepted)
                 if num_tokens <= 2 * decoding * (gamma + 1):
                     self.controller.observe_round(
