@@ -1,4 +1,4 @@
-"""`make bench`: measures, prints one table for each pair, and writes every number as JSON.
+"""`make bench`: measures, prints two tables for each pair, and writes every number as JSON.
 
 python -m tests.benchmarks --pair demo --streams 1 8 --repeats 1
 """

@@ -16,6 +16,18 @@ from tests.support.service import generate
 
 
 @dataclass(frozen=True, slots=True)
+class Mode:
+    """Speculation off, on with γ adaptive, or on with `fixed_gamma` draft tokens in every round."""
+
+    speculation: bool
+    fixed_gamma: int | None = None
+
+
+OFF = Mode(speculation=False)
+ON = Mode(speculation=True)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamResult:
     """One stream: seconds from sending its request to its first token, and what the service says it used."""
 
@@ -27,12 +39,14 @@ class StreamResult:
 class LoadResult:
     """Streams that ran together: `seconds` from the first request sent to the last token received.
 
-    Token counts are sums over the streams. `rounds` counts target steps that verified draft tokens;
-    `acceptance_rate` is α, None if nothing was drafted.
+    `fixed_gamma` is None where γ was adaptive or speculation off. Token counts are sums over the streams.
+    `rounds` counts target steps that verified draft tokens; `acceptance_rate` is α, None if nothing was
+    drafted.
     """
 
     streams: int
     speculation: bool
+    fixed_gamma: int | None
     seconds: float
     ttft_seconds: tuple[float, ...]
     output_tokens: int
@@ -42,15 +56,19 @@ class LoadResult:
     rounds: int
     acceptance_rate: float | None
 
+    @property
+    def mode(self) -> Mode:
+        return Mode(self.speculation, self.fixed_gamma)
+
 
 async def run_load(
-    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Sequence[list[int]], num_tokens: int, *, speculation: bool
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Sequence[list[int]], num_tokens: int, mode: Mode
 ) -> LoadResult:
     """One stream of `num_tokens` greedy output tokens for each prompt, all started at once.
 
     Raises BenchmarkError if a stream fails or is short; the others end with it.
     """
-    streams = [run_stream(stub, prompt, num_tokens, speculation=speculation) for prompt in prompts]
+    streams = [run_stream(stub, prompt, num_tokens, mode) for prompt in prompts]
     start = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
@@ -62,7 +80,8 @@ async def run_load(
     usage = _total([result.usage for result in results])
     return LoadResult(
         streams=len(prompts),
-        speculation=speculation,
+        speculation=mode.speculation,
+        fixed_gamma=mode.fixed_gamma,
         seconds=seconds,
         ttft_seconds=tuple(result.ttft_seconds for result in results),
         output_tokens=usage.output_tokens,
@@ -75,7 +94,7 @@ async def run_load(
 
 
 async def run_stream(
-    stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int], num_tokens: int, *, speculation: bool
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int], num_tokens: int, mode: Mode
 ) -> StreamResult:
     """One stream, past any end of text. Raises as `run_load` does."""
     ttft_seconds: float | None = None
@@ -94,7 +113,7 @@ async def run_stream(
             max_tokens=num_tokens,
             temperature=0.0,
             ignore_eos=True,
-            speculation=inference_pb2.Speculation(enabled=speculation),
+            speculation=inference_pb2.Speculation(enabled=mode.speculation, num_draft_tokens=mode.fixed_gamma),
         )
     except grpc.aio.AioRpcError as error:
         raise BenchmarkError(f"a stream failed with {error.code().name}: {error.details()}") from error

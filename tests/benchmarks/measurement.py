@@ -10,12 +10,15 @@ from outrider.v1 import inference_pb2, inference_pb2_grpc
 from services.cli.stack import Stack, StackSettings
 from tests.benchmarks.baseline import Baseline, run_baseline
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.load import LoadResult, run_load
+from tests.benchmarks.load import OFF, ON, LoadResult, Mode, run_load
 from tests.benchmarks.model_pair import Pair
 from tests.benchmarks.prefix import PrefixResult, measure_prefix
+from tests.benchmarks.second_router import second_router
 from tests.support.service import inference
 
 PROMPT_TOKENS = 128
+FIXED_GAMMAS = tuple(range(1, 9))
+"""What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
 # So short a load is at the mercy of its few prompts and of the machine: with fewer streams, it is run more often.
 _LEAST_STREAMS = 4
@@ -43,15 +46,31 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Stubs:
+    """Clients of two routers on the same workers.
+
+    The fixed γs have a router to themselves: the one under measurement would learn from their rounds what
+    its adaptive γ has to find out for itself.
+    """
+
+    service: inference_pb2_grpc.InferenceAsyncStub
+    fixed: inference_pb2_grpc.InferenceAsyncStub
+
+    def of(self, mode: Mode) -> inference_pb2_grpc.InferenceAsyncStub:
+        return self.service if mode.fixed_gamma is None else self.fixed
+
+
+@dataclass(frozen=True, slots=True)
 class Repeat:
-    """One pass over everything: a baseline, then speculation off and on at each number of streams."""
+    """One pass over everything: a baseline, then speculation off and on at each number of streams, and at one
+    stream each fixed γ."""
 
     baseline: Baseline
     loads: tuple[LoadResult, ...]
 
-    def cell(self, streams: int, *, speculation: bool) -> list[LoadResult]:
+    def cell(self, streams: int, mode: Mode) -> list[LoadResult]:
         """The loads of that kind."""
-        return [load for load in self.loads if (load.streams, load.speculation) == (streams, speculation)]
+        return [load for load in self.loads if (load.streams, load.mode) == (streams, mode)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +90,46 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     """
     on_step("starting the services")
     settings = StackSettings(target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16")
-    async with Stack(settings) as stack, inference(stack) as stub:
+    async with Stack(settings) as stack, inference(stack) as stub, second_router(stack, pair) as fixed_stub:
+        stubs = Stubs(stub, fixed_stub)
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
         for streams in plan.streams:
             on_step(f"warm-up, {_count(streams)}")
-            for speculation in (False, True):
-                await run_load(stub, _draw(pair, streams), _WARM_UP_TOKENS, speculation=speculation)
-        repeats = [await _measure_repeat(pair, plan, index, stub, on_step) for index in range(plan.repeats)]
+            for mode in (OFF, ON, Mode(True, FIXED_GAMMAS[-1])) if streams == 1 else (OFF, ON):
+                await run_load(stubs.of(mode), _draw(pair, streams), _WARM_UP_TOKENS, mode)
+        repeats = [await _measure_repeat(pair, plan, index, stubs, on_step) for index in range(plan.repeats)]
         on_step("repeated prefixes")
         prefixes = [await measure_prefix(stub, pair.prompts, info.block_size) for _ in range(_NUM_PREFIXES)]
         _check_undisturbed(stack)
     return PairResult(pair.name, tuple(repeats), tuple(prefixes))
 
 
-async def _measure_repeat(
-    pair: Pair, plan: Plan, index: int, stub: inference_pb2_grpc.InferenceAsyncStub, on_step: OnStep
-) -> Repeat:
-    """Every second repeat has speculation on first: what drifts favours neither side."""
+def order_of_loads(streams: int, index: int) -> list[Mode]:
+    """The loads of repeat `index` in an order that favours nobody.
+
+    Every second repeat has speculation on first. At one stream the fixed γs come in between, twice each,
+    there and back again: every mode has the same mean position, so that a steady drift costs all the same.
+    """
+    even = index % 2 == 0
+    off_and_on = [OFF, ON] if even else [ON, OFF]
+    if streams > 1:
+        return off_and_on * max(1, _LEAST_STREAMS // streams)
+    fixed = [Mode(True, gamma) for gamma in (FIXED_GAMMAS if even else reversed(FIXED_GAMMAS))]
+    turns = off_and_on * (_LEAST_STREAMS // 2)
+    share = len(fixed) // len(turns)
+    there = [mode for i, turn in enumerate(turns) for mode in (turn, *fixed[i * share : (i + 1) * share])]
+    return there + there[::-1]
+
+
+async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_step: OnStep) -> Repeat:
     which = f"repeat {index + 1} of {plan.repeats}"
     on_step(f"{which}, transformers")
     baseline = await run_baseline(pair.target, pair.draft, _draw(pair, _BASELINE_PROMPTS), plan.num_tokens)
     loads = []
     for streams in plan.streams:
         on_step(f"{which}, {_count(streams)}")
-        off_and_on = (False, True) if index % 2 == 0 else (True, False)
-        for speculation in off_and_on * max(1, _LEAST_STREAMS // streams):
-            loads.append(await run_load(stub, _draw(pair, streams), plan.num_tokens, speculation=speculation))
+        for mode in order_of_loads(streams, index):
+            loads.append(await run_load(stubs.of(mode), _draw(pair, streams), plan.num_tokens, mode))
     return Repeat(baseline, tuple(loads))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.v1 import inference_pb2_grpc
 
-from tests.benchmarks.load import run_stream
+from tests.benchmarks.load import ON, run_stream
 from tests.benchmarks.prompts import Prompts
 
 PREFIX_TOKENS = 1000
@@ -38,9 +38,7 @@ async def measure_prefix(
 ) -> PrefixResult:
     """Sends a fresh prefix twice, one request after the other, with speculation on."""
     prefix = prompts(PREFIX_TOKENS)
-    cold, warm = [
-        await run_stream(stub, prefix + prompts(_SUFFIX_TOKENS), _OUTPUT_TOKENS, speculation=True) for _ in range(2)
-    ]
+    cold, warm = [await run_stream(stub, prefix + prompts(_SUFFIX_TOKENS), _OUTPUT_TOKENS, ON) for _ in range(2)]
     return PrefixResult(
         cold_ttft_seconds=cold.ttft_seconds,
         warm_ttft_seconds=warm.ttft_seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from tests.benchmarks.load import LoadResult
+from tests.benchmarks.load import OFF, ON, LoadResult, Mode
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, PairResult, Plan
 from tests.benchmarks.prefix import PREFIX_TOKENS
@@ -23,15 +23,22 @@ class Row:
     """The service at one number of streams. Each number is a median over repeats, ratios taken within a repeat.
 
     `off` and `on`: output tokens a second without and with speculation; `off_multiple` and
-    `on_multiple`: the same over plain `generate` at one stream. `mean_gamma`: draft tokens a round that
-    drafted; `acceptance_rate`: α; `drafted_share`: the part of the output that the draft proposed. The
-    first two are None if nothing was ever drafted.
+    `on_multiple`: the same over plain `generate` at one stream. `worst_on_over_off` is the least of the
+    repeats. `fixed`: tokens a second by fixed γ, `best_fixed_gamma` the fastest of them; empty and None where
+    only the adaptive γ was measured. `mean_gamma`: draft tokens a round that drafted; `acceptance_rate`:
+    α; both None if nothing was ever drafted. `drafted_share`: the part of the output that the draft
+    proposed. Times to first token are over the streams of all repeats, but `ttft_ratio` is, as every
+    ratio, the median of those of each repeat.
     """
 
     streams: int
     off: float
     on: float
     on_over_off: float
+    worst_on_over_off: float
+    fixed: dict[int, float]
+    best_fixed_gamma: int | None
+    on_over_best_fixed: float | None
     off_multiple: float
     on_multiple: float
     mean_gamma: float | None
@@ -39,6 +46,7 @@ class Row:
     drafted_share: float
     off_ttft_seconds: float
     on_ttft_seconds: float
+    ttft_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ def render(summaries: Sequence[Summary], plan: Plan, machine: Machine) -> Group:
     """The tables of all pairs, with what is needed to read them."""
     parts: list[Table | Text] = []
     for summary in summaries:
-        parts += [_table(summary), _captions(summary), Text()]
+        parts += [_speeds(summary), Text(), _workings(summary), _captions(summary), Text()]
     lengths = f"{PROMPT_TOKENS} prompt and {plan.num_tokens} output tokens a stream, bf16, greedy; TTFT in ms"
     parts.append(Text(f"{lengths}; medians of {plan.repeats}, ratios taken within each repeat.\n{machine}", "dim"))
     return Group(*parts)
@@ -111,24 +119,42 @@ def to_json(
 
 def _row(result: PairResult, streams: int) -> Row:
     plain = [repeat.baseline.plain for repeat in result.repeats]
-    off = [repeat.cell(streams, speculation=False) for repeat in result.repeats]
-    on = [repeat.cell(streams, speculation=True) for repeat in result.repeats]
+    off = [repeat.cell(streams, OFF) for repeat in result.repeats]
+    on = [repeat.cell(streams, ON) for repeat in result.repeats]
     off_speed = [_tokens_per_second(loads) for loads in off]
     on_speed = [_tokens_per_second(loads) for loads in on]
+    fixed_speeds = _fixed_speeds(result, streams)
+    fixed = {gamma: median(speeds) for gamma, speeds in fixed_speeds.items()}
+    best = max(fixed, key=lambda gamma: fixed[gamma]) if fixed else None
     all_on = [load for loads in on for load in loads]
     return Row(
         streams=streams,
         off=median(off_speed),
         on=median(on_speed),
-        on_over_off=_median_ratio(on_speed, off_speed),
-        off_multiple=_median_ratio(off_speed, plain),
-        on_multiple=_median_ratio(on_speed, plain),
+        on_over_off=median(_ratios(on_speed, off_speed)),
+        worst_on_over_off=min(_ratios(on_speed, off_speed)),
+        fixed=fixed,
+        best_fixed_gamma=best,
+        on_over_best_fixed=None if best is None else median(_ratios(on_speed, fixed_speeds[best])),
+        off_multiple=median(_ratios(off_speed, plain)),
+        on_multiple=median(_ratios(on_speed, plain)),
         mean_gamma=_median_known([load.draft_tokens / load.rounds if load.rounds else None for load in all_on]),
         acceptance_rate=_median_known([load.acceptance_rate for load in all_on]),
         drafted_share=median(load.accepted_tokens / load.output_tokens for load in all_on),
-        off_ttft_seconds=_median_ttft(off),
-        on_ttft_seconds=_median_ttft(on),
+        off_ttft_seconds=_median_ttft(load for loads in off for load in loads),
+        on_ttft_seconds=_median_ttft(load for loads in on for load in loads),
+        ttft_ratio=median(_ratios([_median_ttft(loads) for loads in on], [_median_ttft(loads) for loads in off])),
     )
+
+
+def _fixed_speeds(result: PairResult, streams: int) -> dict[int, list[float]]:
+    """By fixed γ, smallest first, the tokens a second of each repeat."""
+    loads = [load for repeat in result.repeats for load in repeat.loads if load.streams == streams]
+    gammas = sorted({load.fixed_gamma for load in loads if load.fixed_gamma is not None})
+    return {
+        gamma: [_tokens_per_second(repeat.cell(streams, Mode(True, gamma))) for repeat in result.repeats]
+        for gamma in gammas
+    }
 
 
 def _tokens_per_second(loads: Sequence[LoadResult]) -> float:
@@ -136,9 +162,9 @@ def _tokens_per_second(loads: Sequence[LoadResult]) -> float:
     return sum(load.output_tokens for load in loads) / sum(load.seconds for load in loads)
 
 
-def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the ratios, not the ratio of the medians: both sides of a ratio met the same disturbance."""
-    return median(numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True))
+def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Repeat by repeat. Medians are taken of these, not before: both sides of a ratio met the same disturbance."""
+    return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
 
 
 def _median_known(values: Sequence[float | None]) -> float | None:
@@ -146,45 +172,56 @@ def _median_known(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _median_ttft(repeats: Sequence[Sequence[LoadResult]]) -> float:
-    """Over the streams of all repeats."""
-    return median(seconds for loads in repeats for load in loads for seconds in load.ttft_seconds)
+def _median_ttft(loads: Iterable[LoadResult]) -> float:
+    """Over all their streams."""
+    return median(seconds for load in loads for seconds in load.ttft_seconds)
 
 
-def _table(summary: Summary) -> Table:
-    title = f"{summary.name} pair"
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
-    )
-    for heading in (
-        "streams",
-        "off\ntok/s",
-        "on\ntok/s",
-        "on /\noff",
-        "off ×\nplain",
-        "on ×\nplain",
-        "mean\nγ",
-        "α",
-        "draft\nshare",
-        "TTFT\noff",
-        "TTFT\non",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _speeds(summary: Summary) -> Table:
+    speeds = ("off\ntok/s", "on\ntok/s", "on /\noff", "worst\nrepeat", "best\nγ", "on /\nbest γ")
+    table = _table(("streams", *speeds, "off ×\nplain", "on ×\nplain"), title=f"{summary.name} pair")
     for row in summary.rows:
         table.add_row(
             str(row.streams),
             f"{row.off:.1f}",
             f"{row.on:.1f}",
             f"{row.on_over_off:.2f}",
+            f"{row.worst_on_over_off:.2f}",
+            _if_known(row.best_fixed_gamma, "d"),
+            _if_known(row.on_over_best_fixed, ".2f"),
             f"{row.off_multiple:.2f}",
             f"{row.on_multiple:.2f}",
-            "-" if row.mean_gamma is None else f"{row.mean_gamma:.1f}",
-            "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}",
-            f"{row.drafted_share:.0%}",
-            f"{row.off_ttft_seconds * 1000:.0f}",
-            f"{row.on_ttft_seconds * 1000:.0f}",
         )
     return table
+
+
+def _workings(summary: Summary) -> Table:
+    """Times to first token, and what speculation did."""
+    table = _table(("streams", "TTFT\noff", "TTFT\non", "on /\noff", "mean\nγ", "α", "draft\nshare"))
+    for row in summary.rows:
+        table.add_row(
+            str(row.streams),
+            f"{row.off_ttft_seconds * 1000:.0f}",
+            f"{row.on_ttft_seconds * 1000:.0f}",
+            f"{row.ttft_ratio:.2f}",
+            _if_known(row.mean_gamma, ".1f"),
+            _if_known(row.acceptance_rate, ".2f"),
+            f"{row.drafted_share:.0%}",
+        )
+    return table
+
+
+def _table(headings: Sequence[str], title: str | None = None) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _if_known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _captions(summary: Summary) -> Text:
@@ -192,8 +229,13 @@ def _captions(summary: Summary) -> Text:
     prefix = summary.prefix
     slowest, fastest = summary.plain_range
     plain = f"plain {summary.plain:.1f} tok/s ({slowest:.1f} to {fastest:.1f})"
+    fixed = ""
+    for row in summary.rows:
+        if row.fixed:
+            speeds = ", ".join(f"{speed:.1f}" for speed in row.fixed.values())
+            fixed = f"γ fixed at {min(row.fixed)} to {max(row.fixed)}: {speeds} tok/s\n"
     return Text(
-        f"transformers generate at 1 stream: {plain}, {assisted}\n"
+        f"{fixed}transformers generate at 1 stream: {plain}, {assisted}\n"
         f"prefix of {PREFIX_TOKENS} tokens: TTFT {_milliseconds(prefix.cold_ttft_seconds)} cold, "
         f"{_milliseconds(prefix.warm_ttft_seconds)} repeated ({prefix.speedup:.1f} × faster); "
         f"cached {prefix.cached_tokens} of the {prefix.cacheable_tokens} tokens in its full blocks"

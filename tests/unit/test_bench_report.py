@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from tests.benchmarks.baseline import Baseline
-from tests.benchmarks.load import LoadResult
+from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.measurement import PairResult, Plan, Repeat
+from tests.benchmarks.measurement import PairResult, Plan, Repeat, order_of_loads
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import render, summarize, to_json
 
@@ -23,6 +23,7 @@ def load(
     seconds: float,
     *,
     speculation: bool,
+    gamma: int | None = None,
     streams: int = 1,
     output: int = 100,
     drafted: int = 0,
@@ -34,6 +35,7 @@ def load(
     return LoadResult(
         streams=streams,
         speculation=speculation,
+        fixed_gamma=gamma,
         seconds=seconds,
         ttft_seconds=tuple(ttft),
         output_tokens=output,
@@ -54,6 +56,15 @@ def result(repeats: Sequence[tuple[float, Sequence[LoadResult]]], prefixes: Sequ
     )
 
 
+def cell(off: float, on: float) -> list[LoadResult]:
+    """One stream with speculation off and on, of so many seconds."""
+    return [load(off, speculation=False), load(on, speculation=True)]
+
+
+def fixed(gamma: int, seconds: float) -> LoadResult:
+    return load(seconds, speculation=True, gamma=gamma, drafted=9 * gamma, accepted=9, rounds=9, alpha=0.1)
+
+
 def test_ratios_are_taken_within_a_repeat_and_then_their_median() -> None:
     # On over off: 2, 3 and 0.5, though the median speeds are 50 and 50.
     measured = result(
@@ -67,6 +78,7 @@ def test_ratios_are_taken_within_a_repeat_and_then_their_median() -> None:
     (row,) = summary.rows
     assert [row.off, row.on] == pytest.approx([50.0, 50.0])
     assert row.on_over_off == pytest.approx(2.0)
+    assert row.worst_on_over_off == pytest.approx(0.5)
     # Off is 25, 100 and 50 tokens a second over 10, 25 and 20; on is 50, 300 and 25 over the same.
     assert row.off_multiple == pytest.approx(2.5)
     assert row.on_multiple == pytest.approx(5.0)
@@ -86,6 +98,31 @@ def test_each_number_of_streams_has_its_own_row() -> None:
     ]
     rows = summarize(result([(1.0, loads)]), [1, 8]).rows
     assert [(row.streams, row.off, row.on) for row in rows] == [(1, 10.0, 10.0), (8, 80.0, 80.0)]
+
+
+def test_on_is_held_against_the_fixed_gamma_that_is_fastest_in_the_median() -> None:
+    # Output is 100 tokens. γ = 1 is fastest in the first repeat alone, γ = 2 in the median: 25, 50 and 20
+    # tokens a second against 100, 20 and 10. On is 50, 40 and 10: over γ = 2 that is 2, 0.8 and 0.5.
+    measured = result(
+        [
+            (1.0, [*cell(off=4.0, on=2.0), fixed(1, 1.0), fixed(2, 4.0)]),
+            (1.0, [*cell(off=4.0, on=2.5), fixed(1, 5.0), fixed(2, 2.0)]),
+            (1.0, [*cell(off=4.0, on=10.0), fixed(1, 10.0), fixed(2, 5.0)]),
+        ]
+    )
+    (row,) = summarize(measured, [1]).rows
+    assert row.fixed == pytest.approx({1: 20.0, 2: 25.0})
+    assert row.best_fixed_gamma == 2
+    assert row.on_over_best_fixed == pytest.approx(0.8)
+    assert (row.off, row.on, row.on_over_off) == pytest.approx((25.0, 40.0, 1.6))  # no fixed γ among them
+
+
+def test_without_fixed_gammas_there_is_none_to_be_held_against() -> None:
+    loads = [*cell(off=1.0, on=1.0), fixed(1, 1.0)]
+    loads += [load(1.0, speculation=on, streams=8) for on in (False, True)]
+    alone, many = summarize(result([(1.0, loads)]), [1, 8]).rows
+    assert (alone.best_fixed_gamma, alone.on_over_best_fixed) == (1, 1.0)
+    assert (many.fixed, many.best_fixed_gamma, many.on_over_best_fixed) == ({}, None, None)
 
 
 def test_what_speculation_did() -> None:
@@ -108,6 +145,17 @@ def test_ttft_is_the_median_over_all_streams() -> None:
     assert [row.off_ttft_seconds, row.on_ttft_seconds] == pytest.approx([0.45, 0.35])
 
 
+def test_the_ratio_of_ttfts_is_the_median_of_each_repeats_own() -> None:
+    # Off has medians 0.5, 1 and 4; on has 1, 0.5 and 6: ratios of 2, 0.5 and 1.5, where all medians are 1 and 1.
+    repeats = [
+        (1.0, [load(1.0, speculation=False, ttft=[0.2, 0.5, 0.9]), load(1.0, speculation=True, ttft=[1.0, 1.0, 7.0])]),
+        (1.0, [load(1.0, speculation=False, ttft=[1.0, 1.0, 1.0]), load(1.0, speculation=True, ttft=[0.1, 0.5, 0.6])]),
+        (1.0, [load(1.0, speculation=False, ttft=[4.0, 4.0, 4.0]), load(1.0, speculation=True, ttft=[0.2, 6.0, 6.0])]),
+    ]
+    (row,) = summarize(result(repeats), [1]).rows
+    assert [row.off_ttft_seconds, row.on_ttft_seconds, row.ttft_ratio] == pytest.approx([1.0, 1.0, 1.5])
+
+
 def test_prefixes_have_median_times_and_the_least_of_cached_tokens() -> None:
     loads = [load(1.0, speculation=on) for on in (False, True)]
     prefixes = [PrefixResult(1.0, 0.1, 992, 992), PrefixResult(2.0, 0.1, 976, 992), PrefixResult(3.0, 0.6, 992, 992)]
@@ -117,21 +165,65 @@ def test_prefixes_have_median_times_and_the_least_of_cached_tokens() -> None:
     assert (prefix.cached_tokens, prefix.cacheable_tokens) == (976, 992)
 
 
-def test_the_table_fits_a_terminal_and_the_json_has_every_number() -> None:
-    on = load(2.0, speculation=True, streams=32, output=4096, drafted=9, accepted=6, rounds=3, alpha=0.9)
-    measured = result([(256.0, [load(1.0, speculation=False, streams=32, output=4096), on])])
-    plan = Plan(streams=(32,), repeats=1, num_tokens=128)
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_at_one_stream_every_mode_has_the_same_mean_position(index: int) -> None:
+    order = order_of_loads(1, index)
+    positions = {mode: [i for i, each in enumerate(order) if each == mode] for mode in order}
+    assert {mode: len(at) for mode, at in positions.items()} == {
+        Mode(speculation=False): 4,
+        Mode(speculation=True): 4,
+        **{Mode(speculation=True, fixed_gamma=gamma): 2 for gamma in range(1, 9)},
+    }
+    assert {sum(at) / len(at) for at in positions.values()} == {11.5}
+    assert order[0] == Mode(speculation=index % 2 == 1)
+
+
+def test_at_more_streams_there_are_only_off_and_on_in_turns() -> None:
+    off, on = Mode(speculation=False), Mode(speculation=True)
+    assert [order_of_loads(2, index) for index in (0, 1)] == [[off, on, off, on], [on, off, on, off]]
+    assert [order_of_loads(32, index) for index in (0, 1)] == [[off, on], [on, off]]
+
+
+def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
+    measured = result(
+        [
+            (
+                256.0,
+                [
+                    load(1.0, speculation=False, output=1000, ttft=[12.345]),
+                    load(2.0, speculation=True, output=1000, ttft=[10.0]),
+                    *[fixed(gamma, 0.1 / gamma) for gamma in range(1, 9)],
+                    load(1.0, speculation=False, streams=32, output=4096),
+                    load(2.0, speculation=True, streams=32, output=4096, drafted=9, accepted=6, rounds=3, alpha=0.9),
+                ],
+            )
+        ]
+    )
+    plan = Plan(streams=(1, 32), repeats=1, num_tokens=128)
     summaries = [summarize(measured, plan.streams)]
 
     screen = io.StringIO()
     Console(file=screen, width=80).print(render(summaries, plan, MACHINE))
-    shown = screen.getvalue()
-    (line,) = [line for line in shown.splitlines() if "4096.0" in line]
-    assert line.split() == ["32", "4096.0", "2048.0", "0.50", "16.00", "8.00", "3.0", "0.90", "0%", "500", "500"]
-    assert "…" not in shown
-    assert "Abacus, 2 cores" in shown
+    lines = screen.getvalue().splitlines()
+    assert [line.split() for line in lines if line.split()[:1] in (["1"], ["32"])] == [
+        ["1", "1000.0", "500.0", "0.50", "0.50", "8", "0.06", "3.91", "1.95"],
+        ["32", "4096.0", "2048.0", "0.50", "0.50", "-", "-", "16.00", "8.00"],
+        ["1", "12345", "10000", "0.81", "-", "-", "0%"],
+        ["32", "500", "500", "1.00", "3.0", "0.90", "0%"],
+    ]
+    assert [line.split() for line in lines if line.startswith("streams")] == [
+        ["streams", "tok/s", "tok/s", "off", "repeat", "γ", "best", "γ", "plain", "plain"],
+        ["streams", "off", "on", "off", "γ", "α", "share"],
+    ]
+    assert not [line for line in lines if len(line) > 80 or "…" in line]
+    assert "γ fixed at 1 to 8: 1000.0, 2000.0, 3000.0, " in screen.getvalue()
+    assert "Abacus, 2 cores" in screen.getvalue()
 
     written = json.loads(json.dumps(to_json([measured], summaries, plan, MACHINE)))
-    assert written["summaries"][0]["rows"][0]["on_over_off"] == 0.5
-    assert [each["seconds"] for each in written["results"][0]["repeats"][0]["loads"]] == [1.0, 2.0]
-    assert written["plan"] == {"prompt_tokens": 128, "streams": [32], "repeats": 1, "num_tokens": 128}
+    row = written["summaries"][0]["rows"][0]
+    assert (row["on_over_off"], row["best_fixed_gamma"], row["on_over_best_fixed"]) == (0.5, 8, 0.0625)
+    assert row["fixed"].keys() == {str(gamma) for gamma in range(1, 9)}
+    loads = written["results"][0]["repeats"][0]["loads"]
+    assert [each["seconds"] for each in loads[:2]] == [1.0, 2.0]
+    assert [each["fixed_gamma"] for each in loads] == [None, None, *range(1, 9), None, None]
+    assert written["plan"] == {"prompt_tokens": 128, "streams": [1, 32], "repeats": 1, "num_tokens": 128}
