@@ -135,6 +135,7 @@ class GammaController:
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
         if self.measuring and not situation.prefill_bound:
+            sequence.num_scouting_rounds = 0
             return 0
         if self.gamma > 0:
             sequence.active = sequence.active or self._joins(situation, situation, sequence.acceptance.rate)
@@ -182,8 +183,6 @@ class GammaController:
         """A plain decode step among `load` sequences took that long, from result to result."""
         if self.gamma > 0 and not self.measuring:
             return  # of a sequence that has not joined the others' rounds
-        if any(each.num_scouting_rounds for each in self._members):
-            return
         self._measured_at[load.bit_length()] = self._clock()
         self._num_to_measure -= 1 / load
         self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)

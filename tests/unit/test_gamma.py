@@ -197,6 +197,22 @@ def test_plain_steps_are_measured_before_rounds_begin_where_it_is_close() -> Non
     assert found.choose(sequence, situation()) > 0
 
 
+def test_measuring_plain_steps_ends_though_a_sequence_was_scouting() -> None:
+    """Its drafter may be away, so that it asks for nothing any more."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.02), clock)
+    scout, other = drafting(0.6), drafting(0.6)
+    scout.num_scouting_rounds = 5
+    clock.now += 60
+    assert found.choose(other, situation(2)) == found.choose(scout, situation(2)) == 0
+    assert found.measuring
+    scout.num_scouting_rounds = 5
+    for _ in range(20):
+        clock.now += 0.05
+        found.observe_plain(2, 0.05)
+    assert not found.measuring
+
+
 def test_scouts_take_a_hundredth_of_the_time() -> None:
     clock = Clock()
     found = controller(flat(0.02), flat(0.004), clock)
