@@ -15,7 +15,7 @@ from shared.policy.utilisation import Utilisation
 # Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
 # than the second: estimates err, and changing between the two costs something itself. Likewise one γ gives
 # way to another only if that promises more by the third.
-_BEGIN_AT = 1.05
+_BEGIN_AT = 1.08
 _STAY_AT = 1.02
 _KEEP = 1.03
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance.
@@ -184,7 +184,7 @@ class GammaController:
         if self.gamma > 0 and not self.measuring:
             return  # of a sequence that has not joined the others' rounds
         self._measured_at[load.bit_length()] = self._clock()
-        self._num_to_measure -= 1 / load
+        self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
         self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)
 
     def _rest_seconds(self, load: int) -> float:
