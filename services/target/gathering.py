@@ -10,7 +10,8 @@ _WEIGHT = 0.2
 _MOST_TIMES = 4.0
 # A draft is waited for until it is late by this share of the usual absence.
 _LATENESS = 0.5
-_WORTH = 2.0
+# Steps that one loses which misses a step: it is out of phase from then on, not for that step alone.
+_STEPS_LOST = 2.0
 
 
 class Gathering:
@@ -19,7 +20,7 @@ class Gathering:
     Where weights are read from memory, a step costs nearly the same for one sequence as for all. If it
     began with those few that are ready (a prompt, a plain decode, a draft that came late), the others
     would miss it, and from then on every round would take two steps. So the step waits for them while that
-    costs less than it saves: those away lose a step each, those ready the wait.
+    costs less than it saves: those away lose steps, those ready the wait.
 
     Belongs to one thread. `clock`: seconds.
     """
@@ -57,4 +58,4 @@ class Gathering:
         now, patience = self._clock(), (1 + _LATENESS) * self._usual
         left = [since + patience - now for since in self._away.values() if since + patience > now]
         wait = max(left, default=0.0)
-        return wait if _WORTH * len(left) * step_seconds > num_ready * wait else 0.0
+        return wait if _STEPS_LOST * len(left) * step_seconds > num_ready * wait else 0.0

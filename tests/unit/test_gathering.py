@@ -73,8 +73,8 @@ def test_a_step_waits_while_that_costs_less_than_it_saves(num_away: int, num_rea
     for i in range(num_away):
         bench.gathering.left(i)
     wait = PATIENCE * 1.0
-    # Those away would lose a step each, those ready lose the wait.
-    pays = num_away * step > num_ready * wait
+    # Those away would lose steps, those ready lose the wait.
+    pays = gathering._STEPS_LOST * num_away * step > num_ready * wait
     assert bench.gathering.seconds_to_wait(num_ready, step) == pytest.approx(wait if pays else 0.0)
 
 
@@ -110,8 +110,8 @@ def test_patience_ends_and_one_that_never_returns_is_waited_for_once() -> None:
         bench.gathering.left(f"gone {i}")
     bench.clock.now += 2 * PATIENCE
     bench.gathering.left("away")
-    assert bench.gathering.seconds_to_wait(1, step_seconds=0.9 * PATIENCE) == 0.0
-    assert bench.gathering.seconds_to_wait(1, step_seconds=1.1 * PATIENCE) > 0.0
+    assert bench.gathering.seconds_to_wait(1, step_seconds=0.9 * PATIENCE / gathering._STEPS_LOST) == 0.0
+    assert bench.gathering.seconds_to_wait(1, step_seconds=1.1 * PATIENCE / gathering._STEPS_LOST) > 0.0
 
 
 def test_one_that_was_given_up_is_not_waited_for() -> None:
@@ -222,7 +222,7 @@ def test_whatever_comes_and_goes_waiting_is_bounded(seed: int) -> None:
         waited = 0.0
         while (wait := bench.gathering.seconds_to_wait(len(ready), step)) > 0:
             num_away = num_left - absences + len(returns)
-            assert len(ready) * wait < num_away * step
+            assert len(ready) * wait < gathering._STEPS_LOST * num_away * step
             end = min([bench.clock.now + wait, *returns.values()])
             waited += end - bench.clock.now
             pass_time(end)
