@@ -34,6 +34,8 @@ _SCOUTING_SHARE = 0.01
 # What was learnt of acceptance, and of overheads, counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
 _OVERHEAD_HALF_LIFE = 30.0
+# Between two loads nothing is unlearnt: a longer pause without any choice counts as this one, in seconds.
+_LONGEST_PAUSE = 0.5
 # Prompt tokens in a step where there are more than enough of them.
 _PREFILL_STEP_TOKENS = 512
 # Tokens of output before any sequence has ended; how much an ended one counts; the least that may follow.
@@ -118,8 +120,11 @@ class GammaController:
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._decided_at = -math.inf
         self._decided_load = 0
-        self._last_round = clock()
-        self._scouts_from = clock()
+        # Below, and in all that ages: seconds in which there was something to choose.
+        self._busy_seconds = 0.0
+        self._chosen_at = clock()
+        self._last_round = 0.0
+        self._scouts_from = 0.0
         # When plain steps were last measured, by power of two of the load, and steps that still are to be.
         self._measured_at: dict[int, float] = {}
         self._num_to_measure = 0.0
@@ -127,6 +132,8 @@ class GammaController:
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
         now = self._clock()
+        self._busy_seconds += min(now - self._chosen_at, _LONGEST_PAUSE)
+        self._chosen_at = now
         sequence.situation = situation
         self._members[sequence] = None
         self._utilisation.observe(situation.num_waiting > 0, now)
@@ -172,7 +179,7 @@ class GammaController:
 
         `num_unseen`: tokens the drafter caught up with in it; `num_tokens`: all that the target's step held.
         """
-        self._last_round = self._clock()
+        self._last_round = self._busy_seconds
         num_drafting = min(max(1.0, (num_tokens - load) / num_draft_tokens), load)
         if num_drafting < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
@@ -183,7 +190,7 @@ class GammaController:
         """A plain decode step among `load` sequences took that long, from result to result."""
         if self.gamma > 0 and not self.measuring:
             return  # of a sequence that has not joined the others' rounds
-        self._measured_at[load.bit_length()] = self._clock()
+        self._measured_at[load.bit_length()] = self._busy_seconds
         self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
         self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)
 
@@ -224,7 +231,7 @@ class GammaController:
         return best
 
     def _measure_if_due(self, load: int) -> None:
-        bucket, now = load.bit_length(), self._clock()
+        bucket, now = load.bit_length(), self._busy_seconds
         if now - self._measured_at.get(bucket, -math.inf) > _MEASURE_EVERY_SECONDS:
             self._num_to_measure = _MEASURED_STEPS / (2 if bucket in self._measured_at else 1)
             self._measured_at[bucket] = now
@@ -266,11 +273,11 @@ class GammaController:
 
     def _confidence(self, half_life: float) -> float:
         """How much what rounds have taught still counts, 0 to 1."""
-        return float(0.5 ** ((self._clock() - self._last_round) / half_life))
+        return float(0.5 ** ((self._busy_seconds - self._last_round) / half_life))
 
     def _scout(self, sequence: Drafting, now: Situation) -> int:
         """Draft tokens of a scout's first round, if it is time for one and it may turn out well; else 0."""
-        if self._clock() < self._scouts_from or now.prefill_bound:
+        if self._busy_seconds < self._scouts_from or now.prefill_bound:
             return 0
         at_best = sequence.acceptance.rate_at_best(self._confidence(_ACCEPTANCE_HALF_LIFE))
         num_follow = self._num_to_follow(now)
@@ -285,6 +292,6 @@ class GammaController:
             verify = self._target.seconds(now.load + best) - self._target.seconds(now.load)
             fewer = max(0.0, 2 - expected_tokens(sequence.acceptance.rate, best))
             each_round = best * self._draft.seconds(1) + verify + fewer * self.plain_seconds(now.load) / now.load
-            self._scouts_from = self._clock() + (catch_up + _SCOUTING_ROUNDS * each_round) / _SCOUTING_SHARE
+            self._scouts_from = self._busy_seconds + (catch_up + _SCOUTING_ROUNDS * each_round) / _SCOUTING_SHARE
             sequence.num_scouting_rounds = _SCOUTING_ROUNDS - 1
         return best

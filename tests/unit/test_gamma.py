@@ -213,6 +213,27 @@ def test_measuring_plain_steps_ends_though_a_sequence_was_scouting() -> None:
     assert not found.measuring
 
 
+def test_nothing_is_unlearnt_while_there_is_nothing_to_choose() -> None:
+    """Drafting took three times what it should; ten minutes later it is not tried again for that alone."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    sequence = drafting(0.7)
+    gammas = []
+    for _ in range(200):
+        gamma = found.choose(sequence, situation())
+        took = 3 * (0.05 + gamma * 0.005) if gamma else 0.05
+        if gamma:
+            found.observe_round(1, gamma, 1, gamma + 1, took)
+        clock.now += took
+        gammas.append(gamma)
+    assert gammas[0] > 0
+    assert gammas[-1] == 0
+    found.leave(sequence, 200)
+    clock.now += 600
+    other = drafting(0.7)
+    assert found.choose(other, situation()) == 0
+
+
 def test_scouts_take_a_hundredth_of_the_time() -> None:
     clock = Clock()
     found = controller(flat(0.02), flat(0.004), clock)
