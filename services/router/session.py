@@ -226,7 +226,7 @@ class SequenceSession:
         # A worker running ahead began this step when it ended the last, however late we come to look. Steps
         # that also prefilled say nothing about decoding.
         plain = last.result.num_draft_tokens == 0 and 0 < entry.stats.num_tokens <= 2 * situation.load
-        if gamma is not None and ahead and plain:
+        if gamma is not None and ahead and plain and situation.num_waiting == 0:
             gamma.observe_plain(situation.load, entry.received - last.received)
         return entry
 
@@ -256,7 +256,7 @@ class SequenceSession:
             gamma = self._controller()
             if gamma is not None and num_tokens <= 2 * situation.load * (drafted + 1):
                 seconds = entry.received - last.received
-                gamma.observe_round(situation.load, drafted, situation.num_unseen, num_tokens, seconds)
+                gamma.observe_round(situation.load, drafted, situation.num_unseen, seconds)
         return entry
 
     def _controller(self) -> GammaController | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.overhead import Overhead
 from shared.policy.step_costs import StepCosts
+from shared.policy.trials import Trials
 from shared.policy.utilisation import Utilisation
 
 # Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
@@ -31,9 +32,8 @@ _SURE_FROM = 1.3
 # A scout drafts for so many rounds, for this share of the time at most.
 _SCOUTING_ROUNDS = 8
 _SCOUTING_SHARE = 0.01
-# What was learnt of acceptance, and of overheads, counts half after so many seconds without a round.
+# What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
-_OVERHEAD_HALF_LIFE = 30.0
 # Between two loads nothing is unlearnt: a longer pause without any choice counts as this one, in seconds.
 _LONGEST_PAUSE = 0.5
 # Prompt tokens in a step where there are more than enough of them.
@@ -114,6 +114,7 @@ class GammaController:
         self._max_num_draft_tokens = max_num_draft_tokens
         self._clock = clock
         self._members: dict[Drafting, None] = {}
+        self._num_active = 0
         self._rounds = Overhead()
         self._plain = Overhead()
         self._utilisation = Utilisation(clock())
@@ -124,6 +125,8 @@ class GammaController:
         self._busy_seconds = 0.0
         self._chosen_at = clock()
         self._last_round = 0.0
+        # By power of two of the load, as the overheads.
+        self._trials: dict[int, Trials] = {}
         self._scouts_from = 0.0
         # When plain steps were last measured, by power of two of the load, and steps that still are to be.
         self._measured_at: dict[int, float] = {}
@@ -141,16 +144,20 @@ class GammaController:
         if now - self._decided_at > self._rest_seconds(situation.load):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
+            trials = self._trials_at(situation.load)
+            trials.begin(self._busy_seconds) if self.gamma > 0 else trials.end(self._busy_seconds)
         if self.measuring and not situation.prefill_bound:
             sequence.num_scouting_rounds = 0
             return 0
         if self.gamma > 0:
-            sequence.active = sequence.active or self._joins(situation, situation, sequence.acceptance.rate)
+            if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate):
+                sequence.active = True
+                self._num_active += 1
             return self.gamma if sequence.active else 0
         if sequence.num_scouting_rounds > 0:
             sequence.num_scouting_rounds -= 1
             return min(2, self._max_num_draft_tokens)
-        sequence.active = False
+        self._deactivate(sequence)
         return self._scout(sequence, situation)
 
     def leave(self, sequence: Drafting, num_output_tokens: int | None) -> None:
@@ -158,6 +165,7 @@ class GammaController:
         if sequence not in self._members:
             return
         del self._members[sequence]
+        self._deactivate(sequence)
         if num_output_tokens is not None:
             self._num_output_tokens += _OUTPUT_WEIGHT * (num_output_tokens - self._num_output_tokens)
 
@@ -174,17 +182,19 @@ class GammaController:
         """What a plain decode step takes: P."""
         return self._target.seconds(load) * (1 + self._plain.share(load, 0))
 
-    def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, num_tokens: int, seconds: float) -> None:
+    def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, seconds: float) -> None:
         """A round of γ draft tokens among `load` sequences took that long, from the last result to its own.
 
-        `num_unseen`: tokens the drafter caught up with in it; `num_tokens`: all that the target's step held.
+        `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
+        step does not matter: where they take turns, each waits longer.
         """
         self._last_round = self._busy_seconds
-        num_drafting = min(max(1.0, (num_tokens - load) / num_draft_tokens), load)
-        if num_drafting < 0.5 * load:
+        if self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
-        self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / num_drafting)
+        if self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / self._num_active):
+            self._decided_at = -math.inf
+        self._trials_at(load).observe_round(self._busy_seconds)
 
     def observe_plain(self, load: int, seconds: float) -> None:
         """A plain decode step among `load` sequences took that long, from result to result."""
@@ -193,6 +203,10 @@ class GammaController:
         self._measured_at[load.bit_length()] = self._busy_seconds
         self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
         self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)
+
+    def _deactivate(self, sequence: Drafting) -> None:
+        self._num_active -= sequence.active
+        sequence.active = False
 
     def _rest_seconds(self, load: int) -> float:
         """How long the last choice stands."""
@@ -213,15 +227,16 @@ class GammaController:
         rates = [each.acceptance.rate for each, _ in joining]
         num_follow = sum(self._num_to_follow(where) for _, where in joining) / len(joining)
         catch_up = sum(self.catch_up_seconds(where.num_unseen) for each, where in joining if not each.active)
+        # Those that wait will soon decode with the others.
+        load = now.load + now.num_waiting
         best, best_gain = 0, _STAY_AT if self.gamma > 0 else _BEGIN_AT
         for gamma in range(1, self._max_num_draft_tokens + 1):
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
+            gain = self._gain(load, gamma, tokens, num_follow, catch_up, self._round_overhead(load, gamma))
+            gain *= 1 + _CURIOSITY / (1 + self._rounds.count(load, gamma))
             if now.prefill_bound:
-                gain = self._gain_beside_prefills(now, gamma, tokens, num_follow)
-            else:
-                gain = self._gain(now.load, gamma, tokens, num_follow, catch_up, self._round_overhead(now.load, gamma))
-                gain *= 1 + _CURIOSITY / (1 + self._rounds.count(now.load, gamma))
+                gain = min(gain, self._gain_beside_prefills(now, gamma, tokens, num_follow))
             if gamma == self.gamma:
                 gain *= _KEEP
             if gain > best_gain:
@@ -269,17 +284,17 @@ class GammaController:
     def _round_overhead(self, load: int, gamma: int) -> float:
         """Of rounds; a bad one is forgotten while there are none."""
         share = self._rounds.share(load, gamma)
-        return min(share, share * self._confidence(_OVERHEAD_HALF_LIFE))
+        return min(share, share * self._trials_at(load).confidence(self._busy_seconds))
 
-    def _confidence(self, half_life: float) -> float:
-        """How much what rounds have taught still counts, 0 to 1."""
-        return float(0.5 ** ((self._busy_seconds - self._last_round) / half_life))
+    def _trials_at(self, load: int) -> Trials:
+        return self._trials.setdefault(self._rounds.bucket(load), Trials())
 
     def _scout(self, sequence: Drafting, now: Situation) -> int:
         """Draft tokens of a scout's first round, if it is time for one and it may turn out well; else 0."""
         if self._busy_seconds < self._scouts_from or now.prefill_bound:
             return 0
-        at_best = sequence.acceptance.rate_at_best(self._confidence(_ACCEPTANCE_HALF_LIFE))
+        confidence = 0.5 ** ((self._busy_seconds - self._last_round) / _ACCEPTANCE_HALF_LIFE)
+        at_best = sequence.acceptance.rate_at_best(confidence)
         num_follow = self._num_to_follow(now)
         catch_up = self.catch_up_seconds(now.num_unseen)
         best, best_gain = 0, _BEGIN_AT

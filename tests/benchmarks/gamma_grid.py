@@ -50,7 +50,8 @@ class Cell:
 class Outcome:
     """Of a cell: the best fixed γ, what it brings on average, and the policy's share of that, mean and worst.
 
-    `luck` is the worst of the best fixed γ's own seeds over its mean: how far chance alone goes.
+    Shares are taken seed by seed: the same requests come to both, on a machine that drifts alike. `luck` is the
+    worst of the best fixed γ's own seeds over its mean: how far chance goes.
     """
 
     cell: Cell
@@ -69,21 +70,12 @@ GRID = [
 
 def run_cell(cell: Cell, num_seeds: int, fixed: Sequence[int] = FIXED) -> Outcome:
     """Simulates the policy with that many seeds, and every fixed γ."""
-    rates = {
-        gamma: [cell.tokens_per_second(seed, gamma) for seed in range(min(num_seeds, _FIXED_SEEDS))] for gamma in fixed
-    }
+    num_fixed = min(num_seeds, _FIXED_SEEDS)
+    rates = {gamma: [cell.tokens_per_second(seed, gamma) for seed in range(num_fixed)] for gamma in fixed}
     best_gamma = max(fixed, key=lambda gamma: fmean(rates[gamma]))
-    best = fmean(rates[best_gamma])
-    chosen = [cell.tokens_per_second(seed, None) for seed in range(num_seeds)]
-    return Outcome(
-        cell,
-        best_gamma,
-        best,
-        fmean(rates[0]),
-        fmean(chosen) / best,
-        min(chosen) / best,
-        min(rates[best_gamma]) / best,
-    )
+    best = rates[best_gamma] + [cell.tokens_per_second(seed, best_gamma) for seed in range(num_fixed, num_seeds)]
+    shares = [cell.tokens_per_second(seed, None) / best[seed] for seed in range(num_seeds)]
+    return Outcome(cell, best_gamma, fmean(best), fmean(rates[0]), fmean(shares), min(shares), min(best) / fmean(best))
 
 
 def render(outcomes: Iterable[Outcome]) -> Table:

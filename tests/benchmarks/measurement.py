@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
@@ -20,11 +22,13 @@ PROMPT_TOKENS = 128
 FIXED_GAMMAS = tuple(range(1, 9))
 """What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
-# So short a load is at the mercy of its few prompts and of the machine: with fewer streams, it is run more often.
-_LEAST_STREAMS = 4
+# So short a load is at the mercy of its few prompts and of the machine: every mode is run for so long in a
+# repeat, in turns.
+_LEAST_SECONDS = 8.0
+_MOST_TURNS = 16
 _BASELINE_PROMPTS = 2
-# Enough to let γ settle on this pair, at this number of streams.
-_WARM_UP_TOKENS = 48
+# Loads with which γ may settle on this pair, at this number of streams.
+_WARM_UPS = 3
 _NUM_PREFIXES = 5
 
 OnStep = Callable[[str], None]
@@ -95,8 +99,8 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
         for streams in plan.streams:
             on_step(f"warm-up, {_count(streams)}")
-            for mode in (OFF, ON, Mode(True, FIXED_GAMMAS[-1])) if streams == 1 else (OFF, ON):
-                await run_load(stubs.of(mode), _draw(pair, streams), _WARM_UP_TOKENS, mode)
+            for mode in (OFF, *[ON] * _WARM_UPS, *[Mode(True, FIXED_GAMMAS[-1])] * (streams == 1)):
+                await run_load(stubs.of(mode), _draw(pair, streams), plan.num_tokens, mode)
         repeats = [await _measure_repeat(pair, plan, index, stubs, on_step) for index in range(plan.repeats)]
         on_step("repeated prefixes")
         prefixes = [await measure_prefix(stub, pair.prompts, info.block_size) for _ in range(_NUM_PREFIXES)]
@@ -104,21 +108,20 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     return PairResult(pair.name, tuple(repeats), tuple(prefixes))
 
 
-def order_of_loads(streams: int, index: int) -> list[Mode]:
-    """The loads of repeat `index` in an order that favours nobody.
+def order_of_loads(streams: int, turn: int) -> list[Mode]:
+    """The modes of a turn, each once, in an order that favours nobody.
 
-    Every second repeat has speculation on first. At one stream the fixed γs come in between, twice each,
-    there and back again: every mode has the same mean position, so that a steady drift costs all the same.
+    Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
+    drift costs all the same. At one stream the fixed γs come before and after speculation on.
     """
-    even = index % 2 == 0
-    off_and_on = [OFF, ON] if even else [ON, OFF]
-    if streams > 1:
-        return off_and_on * max(1, _LEAST_STREAMS // streams)
-    fixed = [Mode(True, gamma) for gamma in (FIXED_GAMMAS if even else reversed(FIXED_GAMMAS))]
-    turns = off_and_on * (_LEAST_STREAMS // 2)
-    share = len(fixed) // len(turns)
-    there = [mode for i, turn in enumerate(turns) for mode in (turn, *fixed[i * share : (i + 1) * share])]
-    return there + there[::-1]
+    fixed = [Mode(True, gamma) for gamma in FIXED_GAMMAS] if streams == 1 else []
+    modes = [OFF, *fixed[::2], ON, *fixed[1::2]]
+    return modes if turn % 2 == 0 else modes[::-1]
+
+
+def num_turns(seconds: float) -> int:
+    """Turns of a repeat, where a load takes so long: an even number, so that they balance."""
+    return 2 * max(1, min(math.ceil(_LEAST_SECONDS / seconds / 2), _MOST_TURNS // 2))
 
 
 async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_step: OnStep) -> Repeat:
@@ -128,13 +131,32 @@ async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_s
     loads = []
     for streams in plan.streams:
         on_step(f"{which}, {_count(streams)}")
-        for mode in order_of_loads(streams, index):
-            loads.append(await run_load(stubs.of(mode), _draw(pair, streams), plan.num_tokens, mode))
+        first = await _measure_turn(pair, plan, streams, index, stubs)
+        loads += first
+        for turn in range(1, num_turns(median(load.seconds for load in first))):
+            loads += await _measure_turn(pair, plan, streams, index + turn, stubs)
     return Repeat(baseline, tuple(loads))
+
+
+async def _measure_turn(pair: Pair, plan: Plan, streams: int, turn: int, stubs: Stubs) -> list[LoadResult]:
+    modes = order_of_loads(streams, turn)
+    prompts = _draw_alike(pair, streams, len(modes))
+    return [
+        await run_load(stubs.of(mode), each, plan.num_tokens, mode) for mode, each in zip(modes, prompts, strict=True)
+    ]
 
 
 def _draw(pair: Pair, count: int) -> Sequence[list[int]]:
     return [pair.prompts(PROMPT_TOKENS) for _ in range(count)]
+
+
+def _draw_alike(pair: Pair, count: int, num_modes: int) -> list[Sequence[list[int]]]:
+    """The same prompts for each mode, but for their first tokens: so no mode finds the prefixes of another."""
+    prompts = _draw(pair, count)
+    first_tokens: dict[int, None] = {}
+    while len(first_tokens) < num_modes:
+        first_tokens[pair.prompts(1)[0]] = None
+    return [[[first, *prompt[1:]] for prompt in prompts] for first in first_tokens]
 
 
 def _count(streams: int) -> str:

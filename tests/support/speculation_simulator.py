@@ -21,6 +21,7 @@ from shared.policy.step_costs import StepCosts
 
 _MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _BUDGET = 512
+_DRIFT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,19 @@ class _Server:
     version: int = 0
 
 
+class _Drift:
+    """How slow the machine is, by time: a random walk, the same whatever runs on it."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self._path = [1.0]
+
+    def at(self, now: float) -> float:
+        while len(self._path) <= now / _DRIFT_SECONDS:
+            self._path.append(min(1.2, max(0.9, self._path[-1] * self._dice.lognormvariate(0, 0.02))))
+        return self._path[int(now / _DRIFT_SECONDS)]
+
+
 class Simulation:
     """One run. `tokens` counts the output; `trace` holds when each result came, and the γ of its round."""
 
@@ -120,7 +134,7 @@ class Simulation:
         self.target, self.drafter = _Server(), _Server()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.drift = 1.0
+        self.drift = _Drift(seed + 3)
         self.progressed = 0.0
 
     def run(self) -> float:
@@ -203,8 +217,7 @@ class Simulation:
 
     def begin(self, server: _Server, lanes: list[_Lane], tokens: int, seconds: float, end: Callable[[], None]) -> None:
         dice, machine = self.dice, self.machine
-        self.drift = min(1.2, max(0.9, self.drift * dice.lognormvariate(0, 0.01)))
-        seconds *= self.drift * dice.lognormvariate(0, machine.sigma)
+        seconds *= self.drift.at(self.now) * dice.lognormvariate(0, machine.sigma)
         if dice.random() < machine.outliers:
             seconds *= dice.uniform(3, 10)
         if self.slow[0] <= self.now < self.slow[1]:
@@ -307,10 +320,8 @@ class Simulation:
             if gamma:
                 lane.pace.drafting.acceptance.observe(gamma, accepted)
                 if num_tokens <= 2 * decoding * (gamma + 1):
-                    self.controller.observe_round(
-                        decoding, gamma, lane.asked_unseen, num_tokens, self.now - lane.previous
-                    )
-            elif lane.num_output > 1 and num_tokens <= 2 * decoding and lane.previous > 0:
+                    self.controller.observe_round(decoding, gamma, lane.asked_unseen, self.now - lane.previous)
+            elif lane.num_output > 1 and num_tokens <= 2 * decoding and lane.previous > 0 and not self.prefills:
                 self.controller.observe_plain(decoding, self.now - lane.previous)
             if lane.num_output >= lane.num_output_wanted:
                 self.controller.leave(lane.pace.drafting, lane.num_output)

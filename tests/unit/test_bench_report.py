@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.measurement import PairResult, Plan, Repeat, order_of_loads
+from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, order_of_loads
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import render, summarize, to_json
 
@@ -165,23 +165,21 @@ def test_prefixes_have_median_times_and_the_least_of_cached_tokens() -> None:
     assert (prefix.cached_tokens, prefix.cacheable_tokens) == (976, 992)
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_at_one_stream_every_mode_has_the_same_mean_position(index: int) -> None:
-    order = order_of_loads(1, index)
+@pytest.mark.parametrize("streams", [1, 2, 32])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_over_two_turns_every_mode_has_the_same_mean_position(streams: int, turn: int) -> None:
+    order = [*order_of_loads(streams, turn), *order_of_loads(streams, turn + 1)]
     positions = {mode: [i for i, each in enumerate(order) if each == mode] for mode in order}
-    assert {mode: len(at) for mode, at in positions.items()} == {
-        Mode(speculation=False): 4,
-        Mode(speculation=True): 4,
-        **{Mode(speculation=True, fixed_gamma=gamma): 2 for gamma in range(1, 9)},
-    }
-    assert {sum(at) / len(at) for at in positions.values()} == {11.5}
-    assert order[0] == Mode(speculation=index % 2 == 1)
-
-
-def test_at_more_streams_there_are_only_off_and_on_in_turns() -> None:
+    fixed = range(1, 9) if streams == 1 else ()
     off, on = Mode(speculation=False), Mode(speculation=True)
-    assert [order_of_loads(2, index) for index in (0, 1)] == [[off, on, off, on], [on, off, on, off]]
-    assert [order_of_loads(32, index) for index in (0, 1)] == [[off, on], [on, off]]
+    assert positions.keys() == {off, on, *(Mode(speculation=True, fixed_gamma=gamma) for gamma in fixed)}
+    assert all(len(at) == 2 for at in positions.values())
+    assert len({sum(at) for at in positions.values()}) == 1
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(20.0, 2), (7.9, 2), (3.0, 4), (1.0, 8), (0.1, 16)])
+def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int) -> None:
+    assert num_turns(seconds) == turns
 
 
 def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:

@@ -223,7 +223,7 @@ def test_nothing_is_unlearnt_while_there_is_nothing_to_choose() -> None:
         gamma = found.choose(sequence, situation())
         took = 3 * (0.05 + gamma * 0.005) if gamma else 0.05
         if gamma:
-            found.observe_round(1, gamma, 1, gamma + 1, took)
+            found.observe_round(1, gamma, 1, took)
         clock.now += took
         gammas.append(gamma)
     assert gammas[0] > 0
@@ -245,7 +245,7 @@ def test_scouts_take_a_hundredth_of_the_time() -> None:
         if gamma:
             took = 0.02 + gamma * 0.004
             sequence.acceptance.observe(gamma, 0)
-            found.observe_round(1, gamma, 8, gamma + 1, took)
+            found.observe_round(1, gamma, 8, took)
             if clock.now - began > 60:
                 scouting += took
         else:
@@ -272,11 +272,11 @@ def test_a_slow_round_teaches_no_more_than_a_somewhat_slow_one() -> None:
         sequence = drafting(0.8)
         for _ in range(20):
             gamma = found.choose(sequence, situation())
-            found.observe_round(1, gamma, 1, gamma + 1, 0.05 + gamma * 0.002)
+            found.observe_round(1, gamma, 1, 0.05 + gamma * 0.002)
             clock.now += 0.06
         change(found)
         clock.now += 1
         return found.choose(sequence, situation())
 
     assert gamma_after(lambda _: None) > 0
-    assert gamma_after(lambda found: found.observe_round(1, 4, 1, 5, 100.0)) > 0
+    assert gamma_after(lambda found: found.observe_round(1, 4, 1, 100.0)) > 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 
@@ -42,15 +43,34 @@ def test_a_measurement_ten_times_as_long_moves_it_no_further_than_a_slow_one() -
         for _ in range(num_before):
             found.observe(4, 2, EXPECTED, EXPECTED, 1.0)
         found.observe(4, 2, EXPECTED, seconds, 1.0)
-        return EXPECTED * found.share(4, 2)
+        return math.log1p(found.share(4, 2))
 
-    most = 2 * overhead._MOST_ERROR * EXPECTED  # of what is common and what is its own
+    most = 2 * overhead._MOST_ERROR  # of what is common and what is its own
     for num_before in (0, 3, 100):
         assert 0 < moved(10 * EXPECTED, num_before) <= most
         assert moved(10 * EXPECTED, num_before) == moved(1e6 * EXPECTED, num_before)
-        assert moved(EXPECTED / 10, num_before) == -moved(10 * EXPECTED, num_before)
+        assert moved(EXPECTED / 10, num_before) == pytest.approx(-moved(10 * EXPECTED, num_before))
     assert moved(10 * EXPECTED, 100) == pytest.approx((overhead._COMMON_WEIGHT + overhead._OWN_WEIGHT) / 2 * most)
     assert moved(10 * EXPECTED, 0) > moved(10 * EXPECTED, 3) > moved(10 * EXPECTED, 100), "the first few say more"
+
+
+@pytest.mark.parametrize("times", [0.3, 2.0, 5.0])
+def test_what_was_never_known_is_learnt_from_the_first_few(times: float) -> None:
+    found = Overhead()
+    changed = [found.observe(8, 3, EXPECTED, times * EXPECTED, 1.0) for _ in range(5)]
+    assert any(changed)
+    assert 1 + found.share(8, 3) == pytest.approx(times, rel=0.1)
+
+
+def test_a_few_slow_ones_in_a_row_are_no_news_once_much_was_seen() -> None:
+    found = learnt((8, 3, 0.0))
+    assert not any(found.observe(8, 3, EXPECTED, 5 * EXPECTED, 1.0) for _ in range(6))
+    assert found.share(8, 3) < 0.1
+
+
+def test_one_slow_step_seen_by_many_is_one() -> None:
+    found = Overhead()
+    assert not any(found.observe(32, 3, EXPECTED, 5 * EXPECTED, 1 / 32) for _ in range(32))
 
 
 @pytest.mark.parametrize("seed", range(5))

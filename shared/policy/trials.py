@@ -1,0 +1,47 @@
+"""How long it is held against rounds that they took too long."""
+
+from __future__ import annotations
+
+# What rounds were found to take counts half after so many seconds without any: they may have met a bad moment.
+_FIRST_HALF_LIFE = 4.0
+# Each time that it is found again soon, within so many half-lives, twice as long. And so many times as long as
+# it took to find out, so that finding out takes a small share of the time.
+_SOON = 4.0
+_TIMES_TRIED = 40.0
+_LONGEST_HALF_LIFE = 600.0
+
+
+class Trials:
+    """Rounds at one load: when there were any, and how often they had to end soon after they began.
+
+    All times are seconds of the caller's clock.
+    """
+
+    def __init__(self) -> None:
+        self._half_life = _FIRST_HALF_LIFE
+        self._began: float | None = None
+        self._last_round = 0.0
+
+    def begin(self, now: float) -> None:
+        """Rounds are to be made from now on. Safe to call again."""
+        if self._began is None:
+            self._began = now
+
+    def observe_round(self, now: float) -> None:
+        """There was one."""
+        self._last_round = now
+
+    def end(self, now: float) -> None:
+        """No more rounds: they do not pay. Safe to call again."""
+        if self._began is None:
+            return
+        lasted = now - self._began
+        self._began = None
+        if lasted > _SOON * self._half_life:
+            self._half_life = _FIRST_HALF_LIFE
+        else:
+            self._half_life = min(max(2 * self._half_life, _TIMES_TRIED * lasted), _LONGEST_HALF_LIFE)
+
+    def confidence(self, now: float) -> float:
+        """How much what the rounds took still counts, 0 to 1."""
+        return float(0.5 ** ((now - self._last_round) / self._half_life))

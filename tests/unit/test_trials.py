@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from shared.policy.trials import Trials
+
+
+def try_in_vain(trials: Trials, began: float, lasted: float) -> float:
+    """Rounds for so long, then none any more; returns when that was."""
+    trials.begin(began)
+    trials.observe_round(began + lasted)
+    trials.end(began + lasted)
+    return began + lasted
+
+
+def half_life(trials: Trials, now: float) -> float:
+    """Seconds from now, when the last round was, until it counts half."""
+    assert trials.confidence(now) == 1.0
+    seconds = 1.0
+    while trials.confidence(now + seconds) > 0.5:
+        seconds += 1.0
+    return seconds
+
+
+def test_what_rounds_took_counts_less_and_less_without_any() -> None:
+    trials = Trials()
+    trials.observe_round(100.0)
+    counts = [trials.confidence(100.0 + seconds) for seconds in (0, 1, 10, 100, 1000)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 1.0
+    assert counts[-1] < 0.001
+
+
+def test_each_time_that_it_is_found_again_it_is_held_against_them_longer() -> None:
+    trials, now, half_lives = Trials(), 0.0, []
+    for _ in range(10):
+        now = try_in_vain(trials, now + 1, 0.05)
+        half_lives.append(half_life(trials, now))
+    assert half_lives == [8, 16, 32, 64, 128, 256, 512, 600, 600, 600]
+
+
+@pytest.mark.parametrize("lasted", [0.5, 2.0])
+def test_finding_out_takes_a_small_share_of_the_time(lasted: float) -> None:
+    trials = Trials()
+    now = try_in_vain(trials, 10.0, lasted)
+    assert half_life(trials, now) == 40 * lasted
+
+
+def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
+    trials, now = Trials(), 0.0
+    for _ in range(3):
+        now = try_in_vain(trials, now + 1, 0.05)
+    now = try_in_vain(trials, now + 1, 500.0)
+    assert half_life(trials, now) == 4
+
+
+def test_an_end_without_a_beginning_says_nothing() -> None:
+    trials = Trials()
+    trials.observe_round(5.0)
+    trials.end(5.0)
+    trials.end(6.0)
+    assert half_life(trials, 5.0) == 4
