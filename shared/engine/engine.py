@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Sampler = Callable[[Tensor, List[SampleRows]], List[SampledTokens]]
 
 # Batch sizes whose cost is measured at warm-up.
-_MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_MEASURED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128)
 # Longest context at which the memory of a step is measured.
 _MAX_MEASURED_CONTEXT = 1 << 17
 # Failed steps in a row, with nothing else working either, after which an engine counts as broken.

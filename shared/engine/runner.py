@@ -13,6 +13,11 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.scheduler import StepPlan
 
+# Step costs: each size is measured so often, or less often, but not less than twice, once it takes this long.
+_MEASURED_TURNS = 6
+_LEAST_MEASURED_TURNS = 2
+_MEASURED_SECONDS = 6.0
+
 
 class ModelRunner:
     """Runs packed steps of one model over one KV pool."""
@@ -69,18 +74,23 @@ class ModelRunner:
         rows = [i % num_tokens for i in range(num_rows)]
         return self.run_packed([0] * num_tokens, [context - num_tokens], [num_tokens], [table], rows)
 
-    def measure(self, batch_sizes: Sequence[int], repeats: int = 3) -> list[tuple[int, float]]:
-        """(tokens, seconds): best of `repeats` decodes of that many one-token sequences. Warms up too.
+    def measure(self, batch_sizes: Sequence[int]) -> list[tuple[int, float]]:
+        """(tokens, seconds): the fastest decode of that many one-token sequences. Warms up too.
 
-        Uses block 0 as scratch space: only before anything is served.
+        All sizes are measured in turns, so that what disturbs the machine for a while disturbs all alike. Uses
+        block 0 as scratch space: only before anything is served.
         """
-        costs = []
-        for size in batch_sizes:
-            best = float("inf")
-            for _ in range(repeats):
-                began = time.perf_counter()
-                logits = self.run_packed([0] * size, [0] * size, [1] * size, [[0]] * size, list(range(size)))
-                logits[0, 0].item()  # waits for the device
-                best = min(best, time.perf_counter() - began)
-            costs.append((size, best))
-        return costs
+        fastest = dict.fromkeys(batch_sizes, float("inf"))
+        began = time.perf_counter()
+        for turn in range(_MEASURED_TURNS):
+            if turn >= _LEAST_MEASURED_TURNS and time.perf_counter() - began > _MEASURED_SECONDS:
+                break
+            for size in batch_sizes:
+                fastest[size] = min(fastest[size], self._measure(size))
+        return list(fastest.items())
+
+    def _measure(self, size: int) -> float:
+        began = time.perf_counter()
+        logits = self.run_packed([0] * size, [0] * size, [1] * size, [[0]] * size, list(range(size)))
+        logits[0, 0].item()  # waits for the device
+        return time.perf_counter() - began

@@ -9,7 +9,7 @@ _PRIOR_RATE = 0.7
 # A sequence's own rate starts from everybody's, which counts as this many draft tokens.
 _PRIOR_TOKENS = 16.0
 # And forgets: draft tokens it remembers at most.
-_MEMORY_TOKENS = 256.0
+_MEMORY_TOKENS = 160.0
 
 
 class Acceptance:

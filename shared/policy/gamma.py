@@ -25,8 +25,9 @@ _CURIOSITY = 0.04
 _REST_ROUNDS = 8
 _NEW_LOAD = 0.25
 # What plain steps take is measured before drafting begins and again after so many seconds, for so many steps,
-# unless drafting promises so much that it hardly matters.
+# unless drafting promises so much that it hardly matters; and before it ends, if that is so long ago.
 _MEASURE_EVERY_SECONDS = 20.0
+_MEASURE_BEFORE_END_SECONDS = 1.0
 _MEASURED_STEPS = 4.0
 _SURE_FROM = 1.3
 # A scout drafts for so many rounds, for this share of the time at most.
@@ -117,6 +118,9 @@ class GammaController:
         self._num_active = 0
         self._rounds = Overhead()
         self._plain = Overhead()
+        # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
+        # learnt in relation to it: slower plain steps later on do not make rounds slower, except if seen.
+        self._plain_shares: dict[int, float] = {}
         self._utilisation = Utilisation(clock())
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._decided_at = -math.inf
@@ -191,6 +195,7 @@ class GammaController:
         self._last_round = self._busy_seconds
         if self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
+        self._plain_shares.setdefault(load.bit_length(), self._plain.share(load, 0))
         expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
         if self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / self._num_active):
             self._decided_at = -math.inf
@@ -241,15 +246,22 @@ class GammaController:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
-        if best > 0 and best_gain < _SURE_FROM and not now.prefill_bound:
-            self._measure_if_due(now.load)
+        if now.prefill_bound or best_gain >= _SURE_FROM:
+            return best
+        if best > 0:
+            self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
+        elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
+            return self.gamma  # maybe everything takes longer now
         return best
 
-    def _measure_if_due(self, load: int) -> None:
+    def _measure_if_older(self, load: int, seconds: float) -> bool:
+        """Has plain steps measured, if they were not for so long. Returns whether it does."""
         bucket, now = load.bit_length(), self._busy_seconds
-        if now - self._measured_at.get(bucket, -math.inf) > _MEASURE_EVERY_SECONDS:
-            self._num_to_measure = _MEASURED_STEPS / (2 if bucket in self._measured_at else 1)
-            self._measured_at[bucket] = now
+        if now - self._measured_at.get(bucket, -math.inf) <= seconds:
+            return False
+        self._num_to_measure = _MEASURED_STEPS / (2 if bucket in self._measured_at else 1)
+        self._measured_at[bucket] = now
+        return True
 
     def _gain(
         self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float = 0.0
@@ -278,8 +290,11 @@ class GammaController:
 
     def _round_seconds(self, load: int, gamma: int) -> float:
         """What a round of everybody should take, without overhead."""
-        verify = self._target.seconds(load * (gamma + 1)) - self._target.seconds(load)
-        return self.plain_seconds(load) + verify + gamma * self._draft.seconds(load)
+        plain = self._target.seconds(load)
+        share = self._plain_shares.get(load.bit_length())
+        verify = self._target.seconds(load * (gamma + 1)) - plain
+        seconds = self.plain_seconds(load) if share is None else plain * (1 + share)
+        return seconds + verify + gamma * self._draft.seconds(load)
 
     def _round_overhead(self, load: int, gamma: int) -> float:
         """Of rounds; a bad one is forgotten while there are none."""

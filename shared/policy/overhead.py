@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-# How much a measurement counts against those before it, once there are a few: for what all γ have in common,
-# which changes with the machine's other work, and for what is one γ's own, which hardly changes.
+# How much a measurement counts against those before it: for what all γ have in common, which changes with the
+# machine's other work, once there are a few, and for what is one γ's own, which hardly changes.
 _COMMON_WEIGHT = 0.1
 _OWN_WEIGHT = 0.03
 _NUM_PRIOR = 4.0
@@ -19,17 +20,16 @@ _NUM_IN_A_ROW = 4.0
 _NUM_FEW = 16.0
 
 
+@dataclass(slots=True)
 class _Estimate:
-    """A value that learns from errors, faster at first."""
+    """A value, and of how many measurements."""
 
-    def __init__(self, weight: float, value: float = 0.0) -> None:
-        self.value = value
-        self.count = 0.0
-        self._weight = weight
+    value: float = 0.0
+    count: float = 0.0
 
-    def learn(self, error: float, weight: float) -> None:
+    def learn(self, error: float, weight: float, rate: float) -> None:
         self.count += weight
-        self.value += weight * max(self._weight, 1 / (self.count + _NUM_PRIOR)) * error
+        self.value += weight * rate * error
 
 
 class _Run:
@@ -78,7 +78,7 @@ class Overhead:
         error = math.log(seconds / expected) - self._logarithm(load, gamma)
         bucket = load.bit_length()
         if bucket not in self._common:
-            self._common[bucket] = _Estimate(_COMMON_WEIGHT, self._nearest(load))
+            self._common[bucket] = _Estimate(self._nearest(load))
             self._runs[bucket] = _Run()
         common, run = self._common[bucket], self._runs[bucket]
         run.add(error, weight)
@@ -87,8 +87,8 @@ class Overhead:
             self._runs[bucket] = _Run()
             return True
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
-        common.learn(error, weight)
-        self._own.setdefault((bucket, gamma), _Estimate(_OWN_WEIGHT)).learn(error, weight)
+        common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
+        self._own.setdefault((bucket, gamma), _Estimate()).learn(error, weight, _OWN_WEIGHT)
         return False
 
     def _logarithm(self, load: int, gamma: int) -> float:

@@ -16,13 +16,13 @@ class StepCosts:
     """Seconds of a worker's step as a function of the tokens in it.
 
     Starts from the worker's own warm-up measurements; `observe` refines them. Between measured sizes
-    it is linear.
+    it is linear. More tokens do not take less time: where the measurements say so, that is noise.
     """
 
     def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
         """`measured`: (tokens, seconds), by increasing size, at least one."""
         self._sizes = [size for size, _ in measured]
-        self._seconds = [seconds for _, seconds in measured]
+        self._seconds = _without_falls([seconds for _, seconds in measured])
 
     def seconds(self, num_tokens: float) -> float:
         sizes, seconds = self._sizes, self._seconds
@@ -52,3 +52,15 @@ class StepCosts:
         common = math.exp(step / 2) if num_tokens <= self._sizes[-1] else 1.0
         for i in range(len(self._seconds)):
             self._seconds[i] *= common * (math.exp(step / 2) if i in around else 1.0)
+
+
+def _without_falls(values: list[float]) -> list[float]:
+    """The values that never fall and are closest to these, by least squares: isotonic regression, by pooling
+    adjacent violators (Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []  # mean, size
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (mean, size), (before, size_before) = pools.pop(), pools.pop()
+            pools.append(((mean * size + before * size_before) / (size + size_before), size + size_before))
+    return [mean for mean, size in pools for _ in range(size)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
@@ -22,10 +21,10 @@ PROMPT_TOKENS = 128
 FIXED_GAMMAS = tuple(range(1, 9))
 """What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
-# So short a load is at the mercy of its few prompts and of the machine: every mode is run for so long in a
-# repeat, in turns.
-_LEAST_SECONDS = 8.0
-_MOST_TURNS = 16
+# So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
+# off and on, until there were so many seconds without.
+_LEAST_SECONDS = 24.0
+_MOST_TURNS = 32
 _BASELINE_PROMPTS = 2
 # Loads with which γ may settle on this pair, at this number of streams.
 _WARM_UPS = 3
@@ -109,19 +108,21 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
 
 
 def order_of_loads(streams: int, turn: int) -> list[Mode]:
-    """The modes of a turn, each once, in an order that favours nobody.
+    """The modes of a turn, in an order that favours nobody.
 
     Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
-    drift costs all the same. At one stream the fixed γs come before and after speculation on.
+    drift costs all the same. At one stream the fixed γs come in between, once each, off and on twice.
     """
-    fixed = [Mode(True, gamma) for gamma in FIXED_GAMMAS] if streams == 1 else []
-    modes = [OFF, *fixed[::2], ON, *fixed[1::2]]
+    modes = [OFF, ON]
+    if streams == 1:
+        fixed = [Mode(True, gamma) for gamma in FIXED_GAMMAS]
+        modes = [OFF, *fixed[:2], ON, *fixed[2:4], OFF, *fixed[4:6], ON, *fixed[6:]]
     return modes if turn % 2 == 0 else modes[::-1]
 
 
-def num_turns(seconds: float) -> int:
-    """Turns of a repeat, where a load takes so long: an even number, so that they balance."""
-    return 2 * max(1, min(math.ceil(_LEAST_SECONDS / seconds / 2), _MOST_TURNS // 2))
+def num_turns(off_seconds: float) -> int:
+    """Turns of a repeat, when one has so many seconds without speculation: an even number, so that they balance."""
+    return 2 * max(1, min(math.ceil(_LEAST_SECONDS / off_seconds / 2), _MOST_TURNS // 2))
 
 
 async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_step: OnStep) -> Repeat:
@@ -133,7 +134,7 @@ async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_s
         on_step(f"{which}, {_count(streams)}")
         first = await _measure_turn(pair, plan, streams, index, stubs)
         loads += first
-        for turn in range(1, num_turns(median(load.seconds for load in first))):
+        for turn in range(1, num_turns(sum(load.seconds for load in first if load.mode == OFF))):
             loads += await _measure_turn(pair, plan, streams, index + turn, stubs)
     return Repeat(baseline, tuple(loads))
 

@@ -19,7 +19,7 @@ from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import Pace
 from shared.policy.step_costs import StepCosts
 
-_MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_MEASURED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128)
 _BUDGET = 512
 _DRIFT_SECONDS = 0.1
 

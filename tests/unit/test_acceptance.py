@@ -25,8 +25,8 @@ def test_acceptance_finds_the_rate_of_a_bernoulli_process(rate: float, gamma: in
     for _ in range(4000):
         acceptance.observe(gamma, kept(dice, rate, gamma))
         estimates.append(acceptance.rate)
-    # The start, 0.7, counts 16 draft tokens of at most 272.
-    shrunk = rate + 16 / 272 * (0.7 - rate)
+    # The start, 0.7, counts 16 draft tokens of at most 176.
+    shrunk = rate + 16 / 176 * (0.7 - rate)
     assert sum(estimates[1000:]) / 3000 == pytest.approx(shrunk, abs=0.015)
 
 

@@ -173,11 +173,11 @@ def test_over_two_turns_every_mode_has_the_same_mean_position(streams: int, turn
     fixed = range(1, 9) if streams == 1 else ()
     off, on = Mode(speculation=False), Mode(speculation=True)
     assert positions.keys() == {off, on, *(Mode(speculation=True, fixed_gamma=gamma) for gamma in fixed)}
-    assert all(len(at) == 2 for at in positions.values())
-    assert len({sum(at) for at in positions.values()}) == 1
+    assert len({sum(at) / len(at) for at in positions.values()}) == 1
+    assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(20.0, 2), (7.9, 2), (3.0, 4), (1.0, 8), (0.1, 16)])
+@pytest.mark.parametrize(("seconds", "turns"), [(20.0, 2), (7.9, 4), (1.0, 24), (0.1, 32)])
 def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int) -> None:
     assert num_turns(seconds) == turns
 
