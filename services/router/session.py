@@ -223,11 +223,9 @@ class SequenceSession:
         if move.num_steps > 0:
             lane.verify(len(self._token_ids), None, move.num_steps, parent)
         entry = await lane.next()
-        # A worker running ahead began this step when it ended the last, however late we come to look. Steps
-        # that also prefilled say nothing about decoding.
-        plain = last.result.num_draft_tokens == 0 and 0 < entry.stats.num_tokens <= 2 * situation.load
-        if gamma is not None and ahead and plain and situation.num_waiting == 0:
-            gamma.observe_plain(situation.load, entry.received - last.received)
+        # A worker running ahead began this step when it ended the last, however late we come to look.
+        if gamma is not None and ahead and last.result.num_draft_tokens == 0:
+            gamma.observe_plain(situation.load, entry.seconds_since(last))
         return entry
 
     async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
@@ -249,14 +247,13 @@ class SequenceSession:
                     NUM_ACCEPTED: entry.result.num_accepted,
                 }
             )
-        drafted, num_tokens = entry.result.num_draft_tokens, entry.stats.num_tokens
+        drafted = entry.result.num_draft_tokens
         if drafted:
             self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
             self._drafted = list(proposal.token_ids) if proposal is not None else []
             gamma = self._controller()
-            if gamma is not None and num_tokens <= 2 * situation.load * (drafted + 1):
-                seconds = entry.received - last.received
-                gamma.observe_round(situation.load, drafted, situation.num_unseen, seconds)
+            if gamma is not None:
+                gamma.observe_round(situation.load, drafted, situation.num_unseen, entry.seconds_since(last))
         return entry
 
     def _controller(self) -> GammaController | None:

@@ -30,11 +30,18 @@ class WorkerLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaneResult:
-    """A sequence's result, what the step it came from cost the worker, and when it came (`time.monotonic`)."""
+    """A sequence's result and when it came (`time.monotonic`).
+
+    `prefill_seconds`: what the worker had spent on prompts by then, in all steps together.
+    """
 
     result: target_pb2.StepResult
-    stats: worker_pb2.StepStats
     received: float
+    prefill_seconds: float
+
+    def seconds_since(self, last: LaneResult) -> float:
+        """From that result to this one, without what the worker spent on prompts in between."""
+        return self.received - last.received - (self.prefill_seconds - last.prefill_seconds)
 
 
 @dataclass(eq=False)
@@ -114,6 +121,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self._lanes: dict[int, TargetLane] = {}
         self._sequence_ids = itertools.count(1)
         self._stats = worker_pb2.StepStats()
+        self._prefill_seconds = 0.0
 
     @property
     def num_lanes(self) -> int:
@@ -220,11 +228,12 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             self._stats = response.stats
             if response.results:
                 self.costs.observe(response.stats.num_tokens, response.stats.seconds)
+            self._prefill_seconds += self._seconds_of_prompts(response.stats)
         now = time.monotonic()
         for result in response.results:
             lane = self._lanes.get(result.sequence_id)
             if lane is not None:
-                self._on_result(lane, LaneResult(result, response.stats, now))
+                self._on_result(lane, LaneResult(result, now, self._prefill_seconds))
 
     def _on_result(self, lane: TargetLane, entry: LaneResult) -> None:
         status = entry.result.status
@@ -259,6 +268,12 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self._end_waiting(lane)
         if lane.probe:
             self.breaker.abandon_probe()
+
+    def _seconds_of_prompts(self, stats: worker_pb2.StepStats) -> float:
+        """By how much the prompts in a step made it longer."""
+        num_others = stats.num_tokens - stats.num_prefill_tokens
+        others = self.costs.seconds(num_others) / self.costs.seconds(stats.num_tokens) if num_others else 0.0
+        return stats.seconds * (1 - others)
 
     @property
     def _step_seconds(self) -> float:

@@ -57,6 +57,7 @@ class StepOutcome:
     num_sequences: int
     began_ns: int
     seconds: float
+    num_prefill_tokens: int = 0
 
 
 class Engine:
@@ -107,7 +108,7 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
+        num_tokens, num_prefill_tokens, num_sequences = plan.num_tokens, plan.num_prefill_tokens, len(plan.scheduled)
         gains, failed = self._run(plan)
         if len(failed) < num_sequences or self._can_compute():
             self._num_failed_steps = 0
@@ -116,7 +117,7 @@ class Engine:
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
-        return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds)
+        return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds, num_prefill_tokens)
 
     def _run(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
         """What the plan's sequences gained, and those that failed even alone, which are removed."""

@@ -43,6 +43,11 @@ class StepPlan:
         return sum(item.num_tokens for item in self.scheduled)
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Those that nothing is sampled after: of prompts."""
+        return sum(item.num_tokens - item.num_rows for item in self.scheduled)
+
+    @property
     def copies(self) -> list[tuple[int, int]]:
         return [copy for item in self.scheduled for copy in item.copies]
 

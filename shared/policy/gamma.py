@@ -39,6 +39,8 @@ _ACCEPTANCE_HALF_LIFE = 10.0
 _LONGEST_PAUSE = 0.5
 # Prompt tokens in a step where there are more than enough of them.
 _PREFILL_STEP_TOKENS = 512
+# Catching up may take so many times as long as it should: target and drafter may share their cores.
+_CATCH_UP_TIMES = 2.0
 # Tokens of output before any sequence has ended; how much an ended one counts; the least that may follow.
 _PRIOR_OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.1
@@ -116,6 +118,7 @@ class GammaController:
         self._clock = clock
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
+        self._caught_up_at = -math.inf
         self._rounds = Overhead()
         self._plain = Overhead()
         # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
@@ -157,6 +160,7 @@ class GammaController:
             if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate):
                 sequence.active = True
                 self._num_active += 1
+                self._note_catch_up(situation.num_unseen)
             return self.gamma if sequence.active else 0
         if sequence.num_scouting_rounds > 0:
             sequence.num_scouting_rounds -= 1
@@ -187,14 +191,17 @@ class GammaController:
         return self._target.seconds(load) * (1 + self._plain.share(load, 0))
 
     def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, seconds: float) -> None:
-        """A round of γ draft tokens among `load` sequences took that long, from the last result to its own.
+        """A round of γ draft tokens among `load` sequences took that long, from the last result to its own, prompts
+        that were computed meanwhile not counted.
 
         `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
         step does not matter: where they take turns, each waits longer.
         """
         self._last_round = self._busy_seconds
-        if self._num_active < 0.5 * load:
+        if seconds <= 0 or self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
+        if self._clock() - seconds < self._caught_up_at:
+            return  # it waited for others that caught up
         self._plain_shares.setdefault(load.bit_length(), self._plain.share(load, 0))
         expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
         if self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / self._num_active):
@@ -202,12 +209,22 @@ class GammaController:
         self._trials_at(load).observe_round(self._busy_seconds)
 
     def observe_plain(self, load: int, seconds: float) -> None:
-        """A plain decode step among `load` sequences took that long, from result to result."""
-        if self.gamma > 0 and not self.measuring:
+        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted."""
+        if seconds <= 0 or (self.gamma > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds
+        if self._clock() - seconds < self._caught_up_at:
+            return  # the drafter, maybe on the same cores, was at work
         self._measured_at[load.bit_length()] = self._busy_seconds
-        self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
+        if self.measuring:
+            self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
+            if not self.measuring:
+                self._decided_at = -math.inf  # now that it is known
         self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)
+
+    def _note_catch_up(self, num_unseen: int) -> None:
+        """The drafter begins to catch up with a sequence, behind those it is still at."""
+        seconds = _CATCH_UP_TIMES * self.catch_up_seconds(num_unseen)
+        self._caught_up_at = max(self._caught_up_at, self._clock()) + seconds
 
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
@@ -264,7 +281,7 @@ class GammaController:
         return True
 
     def _gain(
-        self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float = 0.0
+        self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float
     ) -> float:
         """P m / (C + R m / E)."""
         seconds = self._round_seconds(load, gamma) * (1 + overhead)
@@ -314,7 +331,8 @@ class GammaController:
         catch_up = self.catch_up_seconds(now.num_unseen)
         best, best_gain = 0, _BEGIN_AT
         for gamma in range(1, self._max_num_draft_tokens + 1):
-            gain = self._gain(now.load, gamma, expected_tokens(at_best, gamma), num_follow, now.load * catch_up)
+            tokens, overhead = expected_tokens(at_best, gamma), self._round_overhead(now.load, gamma)
+            gain = self._gain(now.load, gamma, tokens, num_follow, now.load * catch_up, overhead)
             if gain > best_gain:
                 best, best_gain = gamma, gain
         if best > 0:
@@ -324,4 +342,5 @@ class GammaController:
             each_round = best * self._draft.seconds(1) + verify + fewer * self.plain_seconds(now.load) / now.load
             self._scouts_from = self._busy_seconds + (catch_up + _SCOUTING_ROUNDS * each_round) / _SCOUTING_SHARE
             sequence.num_scouting_rounds = _SCOUTING_ROUNDS - 1
+            self._note_catch_up(now.num_unseen)
         return best

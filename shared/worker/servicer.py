@@ -175,6 +175,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         return worker_pb2.StepStats(
             seconds=outcome.seconds,
             num_tokens=outcome.num_tokens,
+            num_prefill_tokens=outcome.num_prefill_tokens,
             num_sequences=outcome.num_sequences,
             num_running=self.engine.scheduler.num_running,
             num_waiting=self.engine.scheduler.num_waiting,

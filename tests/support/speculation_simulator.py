@@ -72,7 +72,8 @@ class _Lane:
     catching_up: int = 0
     asked_unseen: int = 0
     received: float = 0.0
-    previous: float = 0.0
+    received_prefill: float = 0.0
+    seconds: float = 0.0
     in_step: int = 0
 
 
@@ -124,6 +125,7 @@ class Simulation:
             StepCosts([(n, machine.seconds(n, 0) * scale * bias.lognormvariate(0, 0.1)) for n in _MEASURED_SIZES])
             for scale in (1.0, machine.draft_ratio)
         ]
+        self.costs = costs[0]
         self.controller = GammaController(costs[0], costs[1], 8, lambda: self.now)
         self.tokens = 0
         self.measured_from = float("inf")
@@ -136,6 +138,7 @@ class Simulation:
         self.order = itertools.count()
         self.drift = _Drift(seed + 3)
         self.progressed = 0.0
+        self.prefill_seconds = 0.0
 
     def run(self) -> float:
         """Output tokens a second, over the time that begins when every stream has had its first token: all
@@ -256,9 +259,11 @@ class Simulation:
     def end_target_step(self) -> None:
         seconds, num_tokens = self.now - self.target.began, self.target.num_tokens
         results = []
+        num_prompt = 0
         for lane in self.target.lanes:
             if lane.prompt_left:
                 lane.prompt_left -= lane.in_step
+                num_prompt += lane.in_step
                 if lane.prompt_left:
                     continue
                 self.prefills.remove(lane)
@@ -281,7 +286,11 @@ class Simulation:
             if gamma and lane.num_steps == 0 and lane.num_output < lane.num_output_wanted:
                 self.gathering.left(lane)
             results.append((lane, gamma, accepted))
-        self.at(self.now + self.machine.transport, lambda: self.receive(results, num_tokens, seconds))
+        num_others = num_tokens - num_prompt
+        others = self.costs.seconds(num_others) / self.costs.seconds(num_tokens) if num_others else 0.0
+        self.prefill_seconds += seconds * (1 - others)
+        prefill = self.prefill_seconds
+        self.at(self.now + self.machine.transport, lambda: self.receive(results, prefill))
         self.step_target()
 
     def end_draft_step(self) -> None:
@@ -310,19 +319,19 @@ class Simulation:
 
     # Router
 
-    def receive(self, results: list[tuple[_Lane, int, int]], num_tokens: int, seconds: float) -> None:
+    def receive(self, results: list[tuple[_Lane, int, int]], prefill: float) -> None:
         asked = False
         for lane, gamma, accepted in results:
             load = len(self.lanes)
             decoding = load - len(self.prefills)
-            lane.previous, lane.received = lane.received, self.now
+            lane.seconds = self.now - lane.received - (prefill - lane.received_prefill)
+            lane.received, lane.received_prefill = self.now, prefill
             self.trace.append((self.now, gamma))
             if gamma:
                 lane.pace.drafting.acceptance.observe(gamma, accepted)
-                if num_tokens <= 2 * decoding * (gamma + 1):
-                    self.controller.observe_round(decoding, gamma, lane.asked_unseen, self.now - lane.previous)
-            elif lane.num_output > 1 and num_tokens <= 2 * decoding and lane.previous > 0 and not self.prefills:
-                self.controller.observe_plain(decoding, self.now - lane.previous)
+                self.controller.observe_round(decoding, gamma, lane.asked_unseen, lane.seconds)
+            elif lane.num_output > 1:
+                self.controller.observe_plain(decoding, lane.seconds)
             if lane.num_output >= lane.num_output_wanted:
                 self.controller.leave(lane.pace.drafting, lane.num_output)
                 self.lanes.remove(lane)
