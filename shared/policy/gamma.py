@@ -19,6 +19,8 @@ from shared.policy.utilisation import Utilisation
 _BEGIN_AT = 1.08
 _STAY_AT = 1.02
 _KEEP = 1.03
+# And begins at so much more for each time in a row that it was in vain, four at most.
+_MORE_BY_FAILURE = 0.05
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance.
 _CURIOSITY = 0.04
 # A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
@@ -28,7 +30,11 @@ _NEW_LOAD = 0.25
 # unless drafting promises so much that it hardly matters; and before it ends, if that is so long ago.
 _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
-_MEASURED_STEPS = 4.0
+_MEASURED_STEPS = 3.0
+# So soon after drafting began they are measured again: then both were measured at much the same time.
+_ROUNDS_BEFORE_MEASURED = 16.0
+# Where rounds are under way, so many of them are waited for.
+_ROUNDS_LEFT = 1.2
 _SURE_FROM = 1.3
 # A scout drafts for so many rounds, for this share of the time at most.
 _SCOUTING_ROUNDS = 8
@@ -138,6 +144,8 @@ class GammaController:
         # When plain steps were last measured, by power of two of the load, and steps that still are to be.
         self._measured_at: dict[int, float] = {}
         self._num_to_measure = 0.0
+        self._measured: list[tuple[float, float]] = []
+        self._measured_from = -math.inf
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
@@ -151,8 +159,7 @@ class GammaController:
         if now - self._decided_at > self._rest_seconds(situation.load):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
-            trials = self._trials_at(situation.load)
-            trials.begin(self._busy_seconds) if self.gamma > 0 else trials.end(self._busy_seconds)
+            self._note_trial(situation.load)
         if self.measuring and not situation.prefill_bound:
             sequence.num_scouting_rounds = 0
             return 0
@@ -215,16 +222,30 @@ class GammaController:
         if self._clock() - seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
         self._measured_at[load.bit_length()] = self._busy_seconds
-        if self.measuring:
-            self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
-            if not self.measuring:
-                self._decided_at = -math.inf  # now that it is known
-        self._plain.observe(load, 0, self._target.seconds(load), seconds, 1 / load)
+        expected = self._target.seconds(load)
+        if not self.measuring:
+            self._plain.observe(load, 0, expected, seconds, 1 / load)
+            return
+        if self._clock() - seconds < self._measured_from:
+            return
+        self._measured.append((expected, seconds))
+        self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
+        if not self.measuring:
+            self._plain.correct(load, 0, self._measured)
+            self._decided_at = -math.inf  # now that it is known
 
     def _note_catch_up(self, num_unseen: int) -> None:
         """The drafter begins to catch up with a sequence, behind those it is still at."""
         seconds = _CATCH_UP_TIMES * self.catch_up_seconds(num_unseen)
         self._caught_up_at = max(self._caught_up_at, self._clock()) + seconds
+
+    def _note_trial(self, load: int) -> None:
+        if self.gamma > 0:
+            self._trials_at(load).begin(self._busy_seconds)
+            return
+        self._trials_at(load).end(self._busy_seconds)
+        for other in self._trials.values():
+            other.cancel()
 
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
@@ -251,7 +272,7 @@ class GammaController:
         catch_up = sum(self.catch_up_seconds(where.num_unseen) for each, where in joining if not each.active)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
-        best, best_gain = 0, _STAY_AT if self.gamma > 0 else _BEGIN_AT
+        best, best_gain = 0, _STAY_AT if self.gamma > 0 else self._begin_at(load)
         for gamma in range(1, self._max_num_draft_tokens + 1):
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
@@ -267,6 +288,9 @@ class GammaController:
             return best
         if best > 0:
             self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
+            if not self._trials_at(now.load).running:
+                first_rounds = _ROUNDS_BEFORE_MEASURED * self._round_seconds(now.load, best)
+                self._measured_at[now.load.bit_length()] += first_rounds - _MEASURE_EVERY_SECONDS
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best
@@ -276,13 +300,19 @@ class GammaController:
         bucket, now = load.bit_length(), self._busy_seconds
         if now - self._measured_at.get(bucket, -math.inf) <= seconds:
             return False
-        self._num_to_measure = _MEASURED_STEPS / (2 if bucket in self._measured_at else 1)
+        self._num_to_measure, self._measured = _MEASURED_STEPS, []
         self._measured_at[bucket] = now
+        # Not beside rounds that are under way.
+        rounds = self._round_seconds(load, self.gamma) * (1 + self._round_overhead(load, self.gamma))
+        self._measured_from = self._clock() + (_ROUNDS_LEFT * rounds if self._num_active > 0 else 0.0)
         return True
 
-    def _gain(
-        self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float
-    ) -> float:
+    def _begin_at(self, load: int) -> float:
+        """The gain from which drafting begins: more of it where that was in vain lately."""
+        trials = self._trials_at(load)
+        return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
+
+    def _gain(self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float) -> float:
         """P m / (C + R m / E)."""
         seconds = self._round_seconds(load, gamma) * (1 + overhead)
         return self.plain_seconds(load) * num_follow / (catch_up + num_follow * seconds / tokens)

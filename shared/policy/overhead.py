@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 # How much a measurement counts against those before it: for what all γ have in common, which changes with the
 # machine's other work, once there are a few, and for what is one γ's own, which hardly changes.
@@ -18,6 +20,10 @@ _MOST_ERROR = 0.09
 _LARGE_ERROR = 0.25
 _NUM_IN_A_ROW = 4.0
 _NUM_FEW = 16.0
+# So many measurements of a load say more than those of others.
+_NUM_KNOWN = 3.0
+# How much a measurement on purpose counts.
+_CORRECTION = 0.5
 
 
 @dataclass(slots=True)
@@ -63,9 +69,10 @@ class Overhead:
         return math.exp(self._logarithm(load, gamma)) - 1
 
     def bucket(self, load: int) -> int:
-        """The power of two from whose measurements the share for this load comes."""
+        """The power of two from whose measurements the share for this load comes: its own, if there were a few."""
         wanted = load.bit_length()
-        return min(self._common, key=lambda seen: abs(seen - wanted), default=wanted)
+        known = [bucket for bucket, common in self._common.items() if common.count >= _NUM_KNOWN]
+        return min(known or self._common, key=lambda seen: abs(seen - wanted), default=wanted)
 
     def count(self, load: int, gamma: int) -> float:
         """How many measurements of this load and γ there were."""
@@ -75,12 +82,11 @@ class Overhead:
     def observe(self, load: int, gamma: int, expected: float, seconds: float, weight: float) -> bool:
         """What should have taken `expected` seconds took `seconds`. `weight`, in (0, 1], is its say: what many
         see of the same step counts once. Returns whether the share turns out to be quite another."""
-        error = math.log(seconds / expected) - self._logarithm(load, gamma)
         bucket = load.bit_length()
-        if bucket not in self._common:
-            self._common[bucket] = _Estimate(self._nearest(load))
-            self._runs[bucket] = _Run()
-        common, run = self._common[bucket], self._runs[bucket]
+        common = self._common.setdefault(bucket, _Estimate(self._nearest(load)))
+        own = self._own.setdefault((bucket, gamma), _Estimate())
+        error = math.log(seconds / expected) - common.value - own.value
+        run = self._runs.setdefault(bucket, _Run())
         run.add(error, weight)
         if run.weight >= _NUM_IN_A_ROW and common.count < _NUM_FEW:
             common.value += min(run.errors, key=abs)
@@ -88,8 +94,15 @@ class Overhead:
             return True
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
         common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
-        self._own.setdefault((bucket, gamma), _Estimate()).learn(error, weight, _OWN_WEIGHT)
+        own.learn(error, weight, _OWN_WEIGHT)
         return False
+
+    def correct(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> None:
+        """Measured on purpose, at least once: what should have taken so many seconds took so many."""
+        error = median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
+        common = self._common.setdefault(load.bit_length(), _Estimate(self._nearest(load)))
+        common.value += max(_CORRECTION, 1 / (common.count + 1)) * error
+        common.count = max(common.count, _NUM_FEW)
 
     def _logarithm(self, load: int, gamma: int) -> float:
         own = self._own.get((load.bit_length(), gamma))

@@ -14,13 +14,18 @@ _LONGEST_HALF_LIFE = 600.0
 class Trials:
     """Rounds at one load: when there were any, and how often they had to end soon after they began.
 
-    All times are seconds of the caller's clock.
+    `num_failed`: how often in a row. All times are seconds of the caller's clock.
     """
 
     def __init__(self) -> None:
+        self.num_failed = 0
         self._half_life = _FIRST_HALF_LIFE
         self._began: float | None = None
         self._last_round = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self._began is not None
 
     def begin(self, now: float) -> None:
         """Rounds are to be made from now on. Safe to call again."""
@@ -38,9 +43,15 @@ class Trials:
         lasted = now - self._began
         self._began = None
         if lasted > _SOON * self._half_life:
+            self.num_failed = 0
             self._half_life = _FIRST_HALF_LIFE
         else:
+            self.num_failed += 1
             self._half_life = min(max(2 * self._half_life, _TIMES_TRIED * lasted), _LONGEST_HALF_LIFE)
+
+    def cancel(self) -> None:
+        """They ended for another reason."""
+        self._began = None
 
     def confidence(self, now: float) -> float:
         """How much what the rounds took still counts, 0 to 1."""

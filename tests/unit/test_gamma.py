@@ -101,9 +101,9 @@ def test_a_tenfold_slow_round_does_not_end_drafting(streams: int) -> None:
 
 
 def test_gamma_follows_the_load() -> None:
-    """Alone it pays to draft; with 32 streams a round takes far longer than it brings, and it is over at once."""
-    workload = Workload(lambda now: 32 if 10 <= now < 20 else 1, lambda _: 0.6, 20, seconds=60)
-    simulation = run(workload, 0.3)
+    """Alone it pays to draft; with 64 streams a round takes far longer than it brings, and it is over at once."""
+    workload = Workload(lambda now: 64 if 10 <= now < 20 else 1, lambda _: 0.6, 20, seconds=60)
+    simulation = run(workload, 0.2)
     assert share_drafted(simulation, 5, 10) > 0.8
     assert share_drafted(simulation, 13, 20) < 0.1
     assert share_drafted(simulation, 45, 60) > 0.8
