@@ -527,6 +527,41 @@ def test_a_warmed_up_engine_generates_the_same_and_knows_its_costs(
     assert sequence.token_ids == generated[PROMPTS[3]]
 
 
+def test_of_a_steps_tokens_those_of_prompts_are_told_apart(model: CausalLM) -> None:
+    engine = engine_for(model)
+    one, other = greedy(engine, PROMPTS[3]), greedy(engine, PROMPTS[2])
+    engine.scheduler.add(one)
+    outcome = engine.step()
+    assert outcome is not None
+    assert (outcome.num_tokens, outcome.num_prefill_tokens) == (len(PROMPTS[3]), len(PROMPTS[3]) - 1)
+    engine.scheduler.add(other)
+    outcome = engine.step()
+    assert outcome is not None
+    assert (outcome.num_tokens, outcome.num_prefill_tokens) == (len(PROMPTS[2]) + 1, len(PROMPTS[2]) - 1)
+    outcome = engine.step()
+    assert outcome is not None
+    assert (outcome.num_tokens, outcome.num_prefill_tokens) == (2, 0)
+
+
+@pytest.mark.parametrize(("turn_seconds", "turns"), [(0.1, 6), (4.0, 2)])
+def test_step_costs_are_the_fastest_of_several_turns_within_a_time(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, turn_seconds: float, turns: int
+) -> None:
+    engine = engine_for(model)
+    now, measured = [0.0], []
+
+    def measure(size: int) -> float:
+        measured.append(size)
+        now[0] += turn_seconds / 3
+        return 10.0 - len(measured)
+
+    monkeypatch.setattr(engine._runner, "_measure", measure)
+    monkeypatch.setattr("shared.engine.runner.time.perf_counter", lambda: now[0])
+    costs = engine._runner.measure((1, 2, 8))
+    assert measured == [1, 2, 8] * turns
+    assert costs == [(1, 10.0 - (3 * turns - 2)), (2, 10.0 - (3 * turns - 1)), (8, 10.0 - 3 * turns)]
+
+
 def test_the_context_is_the_least_of_model_setting_and_pool(model: CausalLM) -> None:
     assert engine_for(model).max_context == model.max_context == 512
     assert engine_for(model, max_context=100).max_context == 100

@@ -197,6 +197,56 @@ def test_plain_steps_are_measured_before_rounds_begin_where_it_is_close() -> Non
     assert found.choose(sequence, situation()) > 0
 
 
+def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() -> None:
+    """The machine is three times as slow all at once: rounds seem not to pay, but plain steps are no better."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    sequence = drafting(0.7)
+    gammas = []
+    for i in range(600):
+        slow = 3 if i > 200 else 1
+        gamma = found.choose(sequence, situation())
+        gammas.append(gamma)
+        took = slow * (0.05 + gamma * 0.005)
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took)
+    assert sum(gamma > 0 for gamma in gammas[210:]) > 0.85 * len(gammas[210:])
+    assert gammas[-1] > 0
+
+
+def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    before = found._begin_at(1)
+    trials = found._trials_at(1)
+    for _ in range(3):
+        trials.begin(found._busy_seconds)
+        trials.observe_round(found._busy_seconds)
+        trials.end(found._busy_seconds)
+    assert found._begin_at(1) == pytest.approx(before + 0.15)
+    found._busy_seconds += 5000
+    assert found._begin_at(1) == pytest.approx(before, abs=0.01), "not for ever"
+
+
+def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
+    clock = Clock()
+    draft = StepCosts([(1, 0.002), (1024, 1.0)])
+    found = controller(flat(0.05), draft, clock)
+    one, other = drafting(0.9), drafting(0.9)
+    assert found.choose(one, situation(2)) > 0
+    clock.now += 1
+    found.choose(other, situation(2, num_unseen=500))
+    clock.now += 0.4
+    found.observe_round(2, 4, 1, 0.4)
+    assert found._rounds.count(2, 4) == 0.0
+    clock.now += 2
+    found.observe_round(2, 4, 1, 0.06)
+    assert found._rounds.count(2, 4) > 0.0
+
+
 def test_measuring_plain_steps_ends_though_a_sequence_was_scouting() -> None:
     """Its drafter may be away, so that it asks for nothing any more."""
     clock = Clock()

@@ -68,6 +68,23 @@ def test_a_few_slow_ones_in_a_row_are_no_news_once_much_was_seen() -> None:
     assert found.share(8, 3) < 0.1
 
 
+def test_measured_on_purpose_it_is_believed_at_once_and_later_by_half() -> None:
+    found = Overhead()
+    found.correct(8, 0, [(EXPECTED, 3 * EXPECTED), (EXPECTED, 3 * EXPECTED), (EXPECTED, 30 * EXPECTED)])
+    assert 1 + found.share(8, 0) == pytest.approx(3)
+    found.correct(8, 0, [(EXPECTED, EXPECTED)])
+    assert 1 + found.share(8, 0) == pytest.approx(3**0.5)
+
+
+def test_a_load_seen_once_or_twice_still_counts_as_its_neighbour() -> None:
+    found = learnt((8, 3, EXPECTED))
+    found.observe(7, 3, EXPECTED, EXPECTED, 1.0)
+    assert found.share(7, 4) == found.share(8, 4) > 0.4
+    for _ in range(60):
+        found.observe(7, 3, EXPECTED, EXPECTED, 1.0)
+    assert found.share(7, 4) < 0.1
+
+
 def test_one_slow_step_seen_by_many_is_one() -> None:
     found = Overhead()
     assert not any(found.observe(32, 3, EXPECTED, 5 * EXPECTED, 1 / 32) for _ in range(32))

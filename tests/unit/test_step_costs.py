@@ -113,3 +113,16 @@ def test_costs_that_are_observed_at_all_sizes_become_the_true_function() -> None
             size = dice.randint(1, 32)
             costs.observe(size, true(size))
         assert [costs.seconds(n) for n in range(1, 33)] == pytest.approx([true(n) for n in range(1, 33)], rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_costs_do_not_fall_with_size_and_are_as_close_as_can_be(seed: int) -> None:
+    """Against the closed form of isotonic regression: the largest of the least means of all stretches around."""
+    dice = random.Random(seed)
+    measured = [dice.lognormvariate(0, 0.3) * (1 + size / 6) for size in range(12)]
+    costs = StepCosts(list(enumerate(measured, start=1)))
+    found = [costs.seconds(size) for size in range(1, 13)]
+    for i, value in enumerate(found):
+        best = max(min(statistics.fmean(measured[a : b + 1]) for b in range(i, 12)) for a in range(i + 1))
+        assert value == pytest.approx(best)
+    assert found == sorted(found)

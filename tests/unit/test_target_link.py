@@ -8,7 +8,8 @@ import random
 import pytest
 from outrider.v1 import target_pb2, worker_pb2
 
-from services.router.target_link import Backlog, TargetLane, TargetLink, WorkerLost
+from services.router.target_link import Backlog, LaneResult, TargetLane, TargetLink, WorkerLost
+from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 
 
@@ -137,3 +138,28 @@ async def test_the_backlog_is_what_was_sent_and_not_yet_answered(seed: int) -> N
     for lane in begun:
         lane.release()
     assert link.backlog == Backlog(0, 0)
+
+
+async def test_what_the_worker_spends_on_prompts_is_not_counted_between_two_results() -> None:
+    """Of a step of 100 tokens, 80 of prompts, as much as it is longer than one of 20."""
+    link = connected()
+    link.costs = StepCosts([(1, 0.01), (101, 0.11)])
+    link.costs.observe = lambda *_: None  # type: ignore[method-assign]
+    [lane] = prefill(link, 100)
+
+    async def step(num_tokens: int, num_prefill_tokens: int, seconds: float, result: bool = True) -> LaneResult | None:
+        running = target_pb2.STEP_STATUS_RUNNING
+        results = [target_pb2.StepResult(sequence_id=lane.sequence_id, status=running)] if result else []
+        stats = worker_pb2.StepStats(num_tokens=num_tokens, num_prefill_tokens=num_prefill_tokens, seconds=seconds)
+        link._on_response(target_pb2.TargetResponse(results=results, stats=stats))
+        return await lane.next() if result else None
+
+    first, plain = await step(100, 100, 0.2), await step(20, 0, 0.03)
+    assert first is not None
+    assert plain is not None
+    assert plain.seconds_since(first) == pytest.approx(plain.received - first.received)
+    await step(100, 100, 0.25, result=False)
+    mixed = await step(100, 80, 0.22)
+    assert mixed is not None
+    passed = mixed.received - plain.received
+    assert passed - mixed.seconds_since(plain) == pytest.approx(0.25 + 0.22 * (1 - 0.029 / 0.109))

@@ -36,6 +36,7 @@ def test_each_time_that_it_is_found_again_it_is_held_against_them_longer() -> No
     for _ in range(10):
         now = try_in_vain(trials, now + 1, 0.05)
         half_lives.append(half_life(trials, now))
+    assert trials.num_failed == 10
     assert half_lives == [8, 16, 32, 64, 128, 256, 512, 600, 600, 600]
 
 
@@ -60,3 +61,13 @@ def test_an_end_without_a_beginning_says_nothing() -> None:
     trials.end(5.0)
     trials.end(6.0)
     assert half_life(trials, 5.0) == 4
+
+
+def test_what_ended_for_another_reason_did_not_fail() -> None:
+    trials = Trials()
+    trials.begin(1.0)
+    assert trials.running
+    trials.cancel()
+    trials.end(2.0)
+    assert not trials.running
+    assert trials.num_failed == 0
