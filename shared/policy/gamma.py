@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.overhead import Overhead
+from shared.policy.plain_steps import PlainSteps
 from shared.policy.step_costs import StepCosts
 from shared.policy.trials import Trials
 from shared.policy.utilisation import Utilisation
@@ -26,11 +27,10 @@ _CURIOSITY = 0.04
 # A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
 _REST_ROUNDS = 8
 _NEW_LOAD = 0.25
-# What plain steps take is measured before drafting begins and again after so many seconds, for so many steps,
-# unless drafting promises so much that it hardly matters; and before it ends, if that is so long ago.
+# What plain steps take is measured before drafting begins and again after so many seconds, unless drafting
+# promises so much that it hardly matters; and before it ends, if that is so long ago.
 _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
-_MEASURED_STEPS = 3.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where rounds are under way, so many of them are waited for.
@@ -126,7 +126,7 @@ class GammaController:
         self._num_active = 0
         self._caught_up_at = -math.inf
         self._rounds = Overhead()
-        self._plain = Overhead()
+        self._plain = PlainSteps(target)
         # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
         # learnt in relation to it: slower plain steps later on do not make rounds slower, except if seen.
         self._plain_shares: dict[int, float] = {}
@@ -141,11 +141,6 @@ class GammaController:
         # By power of two of the load, as the overheads.
         self._trials: dict[int, Trials] = {}
         self._scouts_from = 0.0
-        # When plain steps were last measured, by power of two of the load, and steps that still are to be.
-        self._measured_at: dict[int, float] = {}
-        self._num_to_measure = 0.0
-        self._measured: list[tuple[float, float]] = []
-        self._measured_from = -math.inf
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
@@ -187,7 +182,7 @@ class GammaController:
     @property
     def measuring(self) -> bool:
         """Whether everybody decodes plainly for a few steps, so that it is known what these take."""
-        return self._num_to_measure > 0
+        return self._plain.measuring
 
     def catch_up_seconds(self, num_unseen: int) -> float:
         """What the drafter takes for committed tokens it has not seen, beyond what the last one always takes."""
@@ -195,7 +190,7 @@ class GammaController:
 
     def plain_seconds(self, load: int) -> float:
         """What a plain decode step takes: P."""
-        return self._target.seconds(load) * (1 + self._plain.share(load, 0))
+        return self._plain.seconds(load)
 
     def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, seconds: float) -> None:
         """A round of γ draft tokens among `load` sequences took that long, from the last result to its own, prompts
@@ -209,7 +204,7 @@ class GammaController:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         if self._clock() - seconds < self._caught_up_at:
             return  # it waited for others that caught up
-        self._plain_shares.setdefault(load.bit_length(), self._plain.share(load, 0))
+        self._plain_shares.setdefault(load.bit_length(), self._plain.share(load))
         expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
         if self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / self._num_active):
             self._decided_at = -math.inf
@@ -219,19 +214,10 @@ class GammaController:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted."""
         if seconds <= 0 or (self.gamma > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds
-        if self._clock() - seconds < self._caught_up_at:
+        now = self._clock()
+        if now - seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
-        self._measured_at[load.bit_length()] = self._busy_seconds
-        expected = self._target.seconds(load)
-        if not self.measuring:
-            self._plain.observe(load, 0, expected, seconds, 1 / load)
-            return
-        if self._clock() - seconds < self._measured_from:
-            return
-        self._measured.append((expected, seconds))
-        self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
-        if not self.measuring:
-            self._plain.correct(load, 0, self._measured)
+        if self._plain.observe(load, seconds, now, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
     def _note_catch_up(self, num_unseen: int) -> None:
@@ -290,22 +276,17 @@ class GammaController:
             self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
             if not self._trials_at(now.load).running:
                 first_rounds = _ROUNDS_BEFORE_MEASURED * self._round_seconds(now.load, best)
-                self._measured_at[now.load.bit_length()] += first_rounds - _MEASURE_EVERY_SECONDS
+                self._plain.grow_older(now.load, _MEASURE_EVERY_SECONDS - first_rounds)
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best
 
     def _measure_if_older(self, load: int, seconds: float) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""
-        bucket, now = load.bit_length(), self._busy_seconds
-        if now - self._measured_at.get(bucket, -math.inf) <= seconds:
-            return False
-        self._num_to_measure, self._measured = _MEASURED_STEPS, []
-        self._measured_at[bucket] = now
         # Not beside rounds that are under way.
-        rounds = self._round_seconds(load, self.gamma) * (1 + self._round_overhead(load, self.gamma))
-        self._measured_from = self._clock() + (_ROUNDS_LEFT * rounds if self._num_active > 0 else 0.0)
-        return True
+        round_seconds = self._round_seconds(load, self.gamma) * (1 + self._round_overhead(load, self.gamma))
+        measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
+        return self._plain.measure_if_older(load, seconds, self._busy_seconds, measured_from)
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""

@@ -1,0 +1,69 @@
+"""What plain decode steps take: learnt from all of them, and measured on purpose when it matters."""
+
+from __future__ import annotations
+
+import math
+
+from shared.policy.overhead import Overhead
+from shared.policy.step_costs import StepCosts
+
+# A measurement on purpose takes so many steps of everybody.
+_MEASURED_STEPS = 3.0
+
+
+class PlainSteps:
+    """Plain decode steps of one target worker, by load.
+
+    While drafting goes on there are none to learn from, and the machine may have become slower or faster. Then
+    everybody decodes plainly for a few steps. Times are seconds: `now` of the clock, `busy` of it without pauses.
+    """
+
+    def __init__(self, target: StepCosts) -> None:
+        self._target = target
+        self._overhead = Overhead()
+        # When they were last seen, in busy seconds, by power of two of the load.
+        self._seen_at: dict[int, float] = {}
+        # Steps still to be measured, from when on, and what was: expected and real seconds.
+        self._num_to_measure = 0.0
+        self._measured_from = -math.inf
+        self._measured: list[tuple[float, float]] = []
+
+    @property
+    def measuring(self) -> bool:
+        return self._num_to_measure > 0
+
+    def share(self, load: int) -> float:
+        """By which share they take longer than measured at warm-up."""
+        return self._overhead.share(load, 0)
+
+    def seconds(self, load: int) -> float:
+        return self._target.seconds(load) * (1 + self.share(load))
+
+    def measure_if_older(self, load: int, seconds: float, busy: float, measured_from: float) -> bool:
+        """Has them measured from then on, if none were seen for so long. Returns whether it does."""
+        bucket = load.bit_length()
+        if busy - self._seen_at.get(bucket, -math.inf) <= seconds:
+            return False
+        self._num_to_measure, self._measured, self._measured_from = _MEASURED_STEPS, [], measured_from
+        self._seen_at[bucket] = busy
+        return True
+
+    def grow_older(self, load: int, seconds: float) -> None:
+        """What was seen counts as so much older."""
+        self._seen_at[load.bit_length()] -= seconds
+
+    def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
+        """One of `load` sequences took that long. Returns whether that ends a measurement."""
+        self._seen_at[load.bit_length()] = busy
+        expected = self._target.seconds(load)
+        if not self.measuring:
+            self._overhead.observe(load, 0, expected, seconds, 1 / load)
+            return False
+        if now - seconds < self._measured_from:
+            return False
+        self._measured.append((expected, seconds))
+        self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
+        if self.measuring:
+            return False
+        self._overhead.correct(load, 0, self._measured)
+        return True
