@@ -27,15 +27,15 @@ _CURIOSITY = 0.04
 # A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
 _REST_ROUNDS = 8
 _NEW_LOAD = 0.25
-# What plain steps take is measured before drafting begins and again after so many seconds, unless drafting
-# promises so much that it hardly matters; and before it ends, if that is so long ago.
+# What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
+# that is so long ago; unless drafting promises so much that it hardly matters.
 _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
+_SURE_FROM = 1.3
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
-_SURE_FROM = 1.3
 # A scout drafts for so many rounds, for this share of the time at most.
 _SCOUTING_ROUNDS = 8
 _SCOUTING_SHARE = 0.01
@@ -90,10 +90,11 @@ class GammaController:
     The sequences of a worker share its steps, so one γ is chosen for all of them. With L sequences a plain
     step takes P = T(L) (1 + overhead), a round of γ draft tokens
 
-        R = (P + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
+        R = (P' + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
 
-    T and D are the step costs that target and drafter measured at warm-up; the overheads are learnt from
-    what steps and rounds really take, transport, waiting and contexts included. Drafting gains
+    T and D are the step costs that target and drafter measured at warm-up, P' is P as it was when rounds were
+    first seen at this load; the overheads are learnt from what steps and rounds really take, transport, waiting
+    and contexts included, but neither prompts in the same steps nor the drafter's catching up. Drafting gains
 
         P m / (C + R m / E)
 
@@ -104,9 +105,11 @@ class GammaController:
     While prompts fill the steps, decoding is not what holds things up: every draft token takes a prompt
     token's place, and is worth it only in so far as there is time left over.
 
-    It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, a γ
-    that was not tried yet is given a little credit, and when drafting seemed not to pay, a single sequence
-    scouts now and then whether it would with α as good as it may be by now, for a hundredth of the time.
+    It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, soon
+    after and before they end, a γ that was not tried yet is given a little credit, and when drafting seemed not
+    to pay, a single sequence scouts now and then whether it would with α as good as it may be by now, for a
+    hundredth of the time. What rounds took is forgotten while there are none, each time that they were in vain
+    more slowly, and they begin again only for more.
     """
 
     def __init__(
