@@ -23,7 +23,7 @@ FIXED_GAMMAS = tuple(range(1, 9))
 
 # So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
 # off and on, until there were so many seconds without.
-_LEAST_SECONDS = 24.0
+_LEAST_SECONDS = 16.0
 _MOST_TURNS = 32
 _BASELINE_PROMPTS = 2
 # Loads with which γ may settle on this pair, at this number of streams.
