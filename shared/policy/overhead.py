@@ -86,12 +86,13 @@ class Overhead:
         common = self._common.setdefault(bucket, _Estimate(self._nearest(load)))
         own = self._own.setdefault((bucket, gamma), _Estimate())
         error = math.log(seconds / expected) - common.value - own.value
-        run = self._runs.setdefault(bucket, _Run())
-        run.add(error, weight)
-        if run.weight >= _NUM_IN_A_ROW and common.count < _NUM_FEW:
-            common.value += min(run.errors, key=abs)
-            self._runs[bucket] = _Run()
-            return True
+        if common.count < _NUM_FEW:
+            run = self._runs.setdefault(bucket, _Run())
+            run.add(error, weight)
+            if run.weight >= _NUM_IN_A_ROW:
+                common.value += min(run.errors, key=abs)
+                del self._runs[bucket]
+                return True
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
         common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
         own.learn(error, weight, _OWN_WEIGHT)
