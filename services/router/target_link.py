@@ -271,6 +271,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
 
     def _seconds_of_prompts(self, stats: worker_pb2.StepStats) -> float:
         """By how much the prompts in a step made it longer."""
+        if not stats.num_prefill_tokens:
+            return 0.0
         num_others = stats.num_tokens - stats.num_prefill_tokens
         others = self.costs.seconds(num_others) / self.costs.seconds(stats.num_tokens) if num_others else 0.0
         return stats.seconds * (1 - others)
