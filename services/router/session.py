@@ -16,11 +16,12 @@ from services.router.detokenizer import Detokenizer
 from services.router.draft_link import DraftLane
 from services.router.fleet import Fleet
 from services.router.request import GenerateOptions
+from services.router.scout import Scout
 from services.router.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.policy.gamma import GammaController, Situation
-from shared.policy.pace import GRANTED_STEPS, Pace
+from shared.policy.pace import GRANTED_STEPS, Pace, enough_granted
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
@@ -173,7 +174,9 @@ class SequenceSession:
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         # One that never drafts says nothing of those that do.
         self._gamma = None if self._draft is None else session.fleet.gamma(lane.link)
-        self._pace = Pace(None if self._gamma is None else self._gamma.acceptance, session.options.num_draft_tokens)
+        prior = None if self._gamma is None else self._gamma.acceptance
+        self._pace = Pace(prior, session.options.num_draft_tokens, in_shadow=params.coupled)
+        self._scout = Scout(self._draft, self._pace.drafting) if self._draft is not None and params.coupled else None
 
     async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
         """Rounds until the sequence ends; everything is released on every way out."""
@@ -207,25 +210,31 @@ class SequenceSession:
             if self._gamma is not None:
                 self._gamma.leave(self._pace.drafting, self._num_output_tokens if self._finish_reason else None)
             self._lane.release()
+            if self._scout is not None:
+                self._scout.end()
             if self._draft is not None:
                 self._draft.release()
 
     async def _next_result(self, last: LaneResult) -> LaneResult:
         """The result of a round, or in plain decoding simply the next one."""
-        lane, gamma, situation = self._lane, self._controller(), self._situation()
-        move = self._pace.next(gamma, situation, lane.num_steps)
-        if move.num_draft_tokens > 0:
-            return await self._round(move.num_draft_tokens, last, situation)
-        parent = current_traceparent()
-        if move.catch_up and self._draft is not None:
-            self._draft.prefill(self._token_ids, parent)
+        lane = self._lane
         ahead = lane.num_steps > 0
-        if move.num_steps > 0:
-            lane.verify(len(self._token_ids), None, move.num_steps, parent)
+        if not enough_granted(lane.num_steps):
+            situation = self._situation()
+            move = self._pace.next(self._controller(), situation, lane.num_steps)
+            if move.num_draft_tokens > 0:
+                return await self._round(move.num_draft_tokens, last, situation)
+            if move.catch_up and self._draft is not None:
+                self._draft.prefill(self._token_ids, current_traceparent())
+            if move.num_steps > 0:
+                lane.verify(len(self._token_ids), None, move.num_steps, current_traceparent())
+        if self._scout is not None:
+            self._scout.advance(self._token_ids, current_traceparent)
+        load = lane.link.num_decoding
         entry = await lane.next()
         # A worker running ahead began this step when it ended the last, however late we come to look.
-        if gamma is not None and ahead and last.result.num_draft_tokens == 0:
-            gamma.observe_plain(situation.load, entry.seconds_since(last))
+        if self._gamma is not None and ahead and last.result.num_draft_tokens == 0:
+            self._gamma.observe_plain(load, entry.seconds_since(last))
         return entry
 
     async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
@@ -268,7 +277,7 @@ class SequenceSession:
     def _situation(self) -> Situation:
         link = self._lane.link
         return Situation(
-            load=max(1, link.num_lanes - link.backlog.num_sequences),
+            load=link.num_decoding,
             num_waiting=link.backlog.num_sequences,
             num_prefill_tokens=link.backlog.num_tokens,
             num_unseen=len(self._token_ids) - (self._draft.num_told if self._draft is not None else 0),

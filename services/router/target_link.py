@@ -124,6 +124,11 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self._prefill_seconds = 0.0
 
     @property
+    def num_decoding(self) -> int:
+        """Sequences that have their first token; at least 1, for who asks is one."""
+        return max(1, len(self._lanes) - self.backlog.num_sequences)
+
+    @property
     def num_lanes(self) -> int:
         return len(self._lanes)
 

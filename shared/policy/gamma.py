@@ -36,9 +36,13 @@ _SURE_FROM = 1.3
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
-# A scout drafts for so many rounds, for this share of the time at most.
-_SCOUTING_ROUNDS = 8
+# A scout drafts for so many rounds, so many tokens each, for this share of the time at most; half of it after each
+# that brought nothing new, twice at most. Where its rounds are verified, they take so many of the others' plain steps.
+_SCOUTING_ROUNDS = 5
+_SCOUTING_TOKENS = 4
 _SCOUTING_SHARE = 0.01
+_SCOUTING_HALVINGS = 2
+_SCOUTING_STEPS = 3
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
 # Between two loads nothing is unlearnt: a longer pause without any choice counts as this one, in seconds.
@@ -75,12 +79,18 @@ class Situation(NamedTuple):
 
 
 class Drafting:
-    """What the controller keeps of one sequence: its acceptance, whether it drafts, and where it stands."""
+    """What the controller keeps of one sequence: its acceptance, whether it drafts, and where it stands.
 
-    def __init__(self, prior: Acceptance | None = None) -> None:
+    One that is `in_shadow` scouts while it decodes plainly: `num_scouting_rounds` of `num_scouting_tokens` each are
+    for its owner to make, count down and observe. Another one scouts with rounds.
+    """
+
+    def __init__(self, prior: Acceptance | None = None, in_shadow: bool = False) -> None:
         self.acceptance = Acceptance(prior)
+        self.in_shadow = in_shadow
         self.active = False
         self.num_scouting_rounds = 0
+        self.num_scouting_tokens = 0
         self.situation: Situation | None = None
 
 
@@ -128,6 +138,7 @@ class GammaController:
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
         self._caught_up_at = -math.inf
+        self._next_plain_at = -math.inf
         self._rounds = Overhead()
         self._plain = PlainSteps(target)
         # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
@@ -137,6 +148,8 @@ class GammaController:
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._decided_at = -math.inf
         self._decided_load = 0
+        # How long the last choice stands.
+        self._rest = 0.0
         # Below, and in all that ages: seconds in which there was something to choose.
         self._busy_seconds = 0.0
         self._chosen_at = clock()
@@ -144,6 +157,7 @@ class GammaController:
         # By power of two of the load, as the overheads.
         self._trials: dict[int, Trials] = {}
         self._scouts_from = 0.0
+        self._num_vain_scouts = 0
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
@@ -154,24 +168,28 @@ class GammaController:
         self._members[sequence] = None
         self._utilisation.observe(situation.num_waiting > 0, now)
         # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
-        if now - self._decided_at > self._rest_seconds(situation.load):
+        if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
+            self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
             self._note_trial(situation.load)
         if self.measuring and not situation.prefill_bound:
             sequence.num_scouting_rounds = 0
             return 0
         if self.gamma > 0:
+            sequence.num_scouting_rounds = 0
             if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate):
                 sequence.active = True
                 self._num_active += 1
-                self._note_catch_up(situation.num_unseen)
+                self._note_drafter_busy(self.catch_up_seconds(situation.num_unseen))
             return self.gamma if sequence.active else 0
-        if sequence.num_scouting_rounds > 0:
-            sequence.num_scouting_rounds -= 1
-            return min(2, self._max_num_draft_tokens)
-        self._deactivate(sequence)
-        return self._scout(sequence, situation)
+        if sequence.num_scouting_rounds == 0:
+            self._deactivate(sequence)
+            self._scout(sequence, situation)
+        if sequence.num_scouting_rounds == 0 or sequence.in_shadow:
+            return 0
+        sequence.num_scouting_rounds -= 1
+        return sequence.num_scouting_tokens
 
     def leave(self, sequence: Drafting, num_output_tokens: int | None) -> None:
         """The sequence is no longer here; if it has ended, with that many tokens of output. Safe to call again."""
@@ -214,23 +232,29 @@ class GammaController:
         self._trials_at(load).observe_round(self._busy_seconds)
 
     def observe_plain(self, load: int, seconds: float) -> None:
-        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted."""
+        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted.
+
+        Whichever of them says so first is believed; what the others say of the same step is not heard.
+        """
         if seconds <= 0 or (self.gamma > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds
         now = self._clock()
+        if now < self._next_plain_at:
+            return
+        self._next_plain_at = now + 0.5 * seconds
         if now - seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
         if self._plain.observe(load, seconds, now, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
-    def _note_catch_up(self, num_unseen: int) -> None:
-        """The drafter begins to catch up with a sequence, behind those it is still at."""
-        seconds = _CATCH_UP_TIMES * self.catch_up_seconds(num_unseen)
-        self._caught_up_at = max(self._caught_up_at, self._clock()) + seconds
+    def _note_drafter_busy(self, seconds: float) -> None:
+        """The drafter begins to catch up with a sequence, or scouts, behind what it is still at."""
+        self._caught_up_at = max(self._caught_up_at, self._clock()) + _CATCH_UP_TIMES * seconds
 
     def _note_trial(self, load: int) -> None:
         if self.gamma > 0:
             self._trials_at(load).begin(self._busy_seconds)
+            self._num_vain_scouts = 0
             return
         self._trials_at(load).end(self._busy_seconds)
         for other in self._trials.values():
@@ -240,11 +264,10 @@ class GammaController:
         self._num_active -= sequence.active
         sequence.active = False
 
-    def _rest_seconds(self, load: int) -> float:
-        """How long the last choice stands."""
-        if abs(load - self._decided_load) > _NEW_LOAD * self._decided_load:
-            return 0.5 * self._target.seconds(1)
-        return _REST_ROUNDS * self._round_seconds(load, self.gamma)
+    def _decision_stands(self, load: int, now: float) -> bool:
+        """Whether the last choice was made not long ago, for much the same load."""
+        new_load = abs(load - self._decided_load) > _NEW_LOAD * self._decided_load
+        return now - self._decided_at <= (0.5 * self._target.seconds(1) if new_load else self._rest)
 
     def _best_for_all(self, now: Situation) -> int:
         """The γ that gains most if all draft who are drafting or would join in; 0 if none gains enough."""
@@ -335,26 +358,40 @@ class GammaController:
     def _trials_at(self, load: int) -> Trials:
         return self._trials.setdefault(self._rounds.bucket(load), Trials())
 
-    def _scout(self, sequence: Drafting, now: Situation) -> int:
-        """Draft tokens of a scout's first round, if it is time for one and it may turn out well; else 0."""
+    def _scout(self, sequence: Drafting, now: Situation) -> None:
+        """Has the sequence scout, if it is time for that and may turn out well."""
         if self._busy_seconds < self._scouts_from or now.prefill_bound:
-            return 0
+            return
         confidence = 0.5 ** ((self._busy_seconds - self._last_round) / _ACCEPTANCE_HALF_LIFE)
         at_best = sequence.acceptance.rate_at_best(confidence)
-        num_follow = self._num_to_follow(now)
-        catch_up = self.catch_up_seconds(now.num_unseen)
-        best, best_gain = 0, _BEGIN_AT
-        for gamma in range(1, self._max_num_draft_tokens + 1):
-            tokens, overhead = expected_tokens(at_best, gamma), self._round_overhead(now.load, gamma)
-            gain = self._gain(now.load, gamma, tokens, num_follow, now.load * catch_up, overhead)
-            if gain > best_gain:
-                best, best_gain = gamma, gain
-        if best > 0:
-            # What it costs all (drafts, and a longer step), and the scout itself: its rounds take two steps.
-            verify = self._target.seconds(now.load + best) - self._target.seconds(now.load)
-            fewer = max(0.0, 2 - expected_tokens(sequence.acceptance.rate, best))
-            each_round = best * self._draft.seconds(1) + verify + fewer * self.plain_seconds(now.load) / now.load
-            self._scouts_from = self._busy_seconds + (catch_up + _SCOUTING_ROUNDS * each_round) / _SCOUTING_SHARE
-            sequence.num_scouting_rounds = _SCOUTING_ROUNDS - 1
-            self._note_catch_up(now.num_unseen)
-        return best
+        num_follow, catch_up = self._num_to_follow(now), self.catch_up_seconds(now.num_unseen)
+        gains = [
+            self._gain(
+                now.load,
+                gamma,
+                expected_tokens(at_best, gamma),
+                num_follow,
+                now.load * catch_up,
+                self._round_overhead(now.load, gamma),
+            )
+            for gamma in range(1, self._max_num_draft_tokens + 1)
+        ]
+        if max(gains, default=0.0) <= self._begin_at(now.load):
+            # The others' answer would hardly be another.
+            self._scouts_from = self._busy_seconds + self._rest
+            return
+        sequence.num_scouting_rounds = _SCOUTING_ROUNDS
+        gamma = sequence.num_scouting_tokens = min(_SCOUTING_TOKENS, self._max_num_draft_tokens)
+        drafting = catch_up + _SCOUTING_ROUNDS * gamma * self._draft.seconds(1)
+        verifying = 0.0
+        if sequence.in_shadow:
+            self._last_round = self._busy_seconds
+            self._note_drafter_busy(drafting)
+        else:
+            longer = self._target.seconds(now.load + gamma) - self._target.seconds(now.load)
+            num_fewer = max(0.0, _SCOUTING_STEPS - expected_tokens(sequence.acceptance.rate, gamma))
+            verifying = _SCOUTING_ROUNDS * (longer + num_fewer * self.plain_seconds(now.load))
+            self._note_drafter_busy(catch_up)
+        share = _SCOUTING_SHARE / 2 ** min(self._num_vain_scouts, _SCOUTING_HALVINGS)
+        self._scouts_from = self._busy_seconds + (drafting + verifying) / share
+        self._num_vain_scouts += 1

@@ -71,6 +71,9 @@ class Overhead:
     def bucket(self, load: int) -> int:
         """The power of two from whose measurements the share for this load comes: its own, if there were a few."""
         wanted = load.bit_length()
+        own = self._common.get(wanted)
+        if own is not None and own.count >= _NUM_KNOWN:
+            return wanted
         known = [bucket for bucket, common in self._common.items() if common.count >= _NUM_KNOWN]
         return min(known or self._common, key=lambda seen: abs(seen - wanted), default=wanted)
 
@@ -83,8 +86,7 @@ class Overhead:
         """What should have taken `expected` seconds took `seconds`. `weight`, in (0, 1], is its say: what many
         see of the same step counts once. Returns whether the share turns out to be quite another."""
         bucket = load.bit_length()
-        common = self._common.setdefault(bucket, _Estimate(self._nearest(load)))
-        own = self._own.setdefault((bucket, gamma), _Estimate())
+        common, own = self._estimates(load, gamma)
         error = math.log(seconds / expected) - common.value - own.value
         if common.count < _NUM_FEW:
             run = self._runs.setdefault(bucket, _Run())
@@ -101,9 +103,19 @@ class Overhead:
     def correct(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> None:
         """Measured on purpose, at least once: what should have taken so many seconds took so many."""
         error = median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
-        common = self._common.setdefault(load.bit_length(), _Estimate(self._nearest(load)))
+        common, _ = self._estimates(load, gamma)
         common.value += max(_CORRECTION, 1 / (common.count + 1)) * error
         common.count = max(common.count, _NUM_FEW)
+
+    def _estimates(self, load: int, gamma: int) -> tuple[_Estimate, _Estimate]:
+        """What all γ have in common, and this one's own."""
+        bucket = load.bit_length()
+        common, own = self._common.get(bucket), self._own.get((bucket, gamma))
+        if common is None:
+            common = self._common[bucket] = _Estimate(self._nearest(load))
+        if own is None:
+            own = self._own[bucket, gamma] = _Estimate()
+        return common, own
 
     def _logarithm(self, load: int, gamma: int) -> float:
         own = self._own.get((load.bit_length(), gamma))

@@ -25,6 +25,11 @@ class Move(NamedTuple):
     catch_up: bool = False
 
 
+def enough_granted(num_steps: int) -> bool:
+    """Whether there is nothing to decide yet, with so many granted steps still to come."""
+    return num_steps >= _REFILL_BELOW
+
+
 class Pace:
     """One sequence's way between plain decoding and rounds.
 
@@ -32,16 +37,16 @@ class Pace:
     catches up in that time.
     """
 
-    def __init__(self, prior: Acceptance | None, fixed: int | None) -> None:
-        """`fixed`: draft tokens of every round, None to have the controller choose them."""
-        self.drafting = Drafting(prior)
+    def __init__(self, prior: Acceptance | None, fixed: int | None, in_shadow: bool = False) -> None:
+        """`fixed`: draft tokens of every round, None to have the controller choose them; `in_shadow`: see Drafting."""
+        self.drafting = Drafting(prior, in_shadow)
         self._fixed = fixed
         # Draft tokens wanted in the next round, until it begins.
         self._wanted = 0
 
     def next(self, controller: GammaController | None, situation: Situation, num_steps: int) -> Move:
         """The next move, with `num_steps` granted steps still to come; without a controller, plain decoding."""
-        if num_steps >= _REFILL_BELOW:
+        if enough_granted(num_steps):
             return Move()
         fresh = self._wanted == 0
         if controller is None:

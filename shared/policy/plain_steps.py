@@ -7,8 +7,8 @@ import math
 from shared.policy.overhead import Overhead
 from shared.policy.step_costs import StepCosts
 
-# A measurement on purpose takes so many steps of everybody.
-_MEASURED_STEPS = 3.0
+# A measurement on purpose takes so many steps.
+_MEASURED_STEPS = 3
 
 
 class PlainSteps:
@@ -24,7 +24,7 @@ class PlainSteps:
         # When they were last seen, in busy seconds, by power of two of the load.
         self._seen_at: dict[int, float] = {}
         # Steps still to be measured, from when on, and what was: expected and real seconds.
-        self._num_to_measure = 0.0
+        self._num_to_measure = 0
         self._measured_from = -math.inf
         self._measured: list[tuple[float, float]] = []
 
@@ -53,16 +53,16 @@ class PlainSteps:
         self._seen_at[load.bit_length()] -= seconds
 
     def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
-        """One of `load` sequences took that long. Returns whether that ends a measurement."""
+        """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
         self._seen_at[load.bit_length()] = busy
         expected = self._target.seconds(load)
         if not self.measuring:
-            self._overhead.observe(load, 0, expected, seconds, 1 / load)
+            self._overhead.observe(load, 0, expected, seconds, 1.0)
             return False
         if now - seconds < self._measured_from:
             return False
         self._measured.append((expected, seconds))
-        self._num_to_measure = max(0.0, self._num_to_measure - 1 / load)
+        self._num_to_measure -= 1
         if self.measuring:
             return False
         self._overhead.correct(load, 0, self._measured)

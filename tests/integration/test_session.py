@@ -32,7 +32,7 @@ from services.router.tenants import Tenants
 from services.router.tokenizer import TextTokenizer
 from services.router.usage import UsageMeter
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
-from shared.policy.gamma import Drafting
+from shared.policy.gamma import Drafting, GammaController
 from shared.policy.step_costs import StepCosts
 from shared.rpc import edge
 from shared.rpc.channel import connect
@@ -713,18 +713,52 @@ async def test_a_drafter_that_dies_while_asked_is_not_waited_for() -> None:
         assert (await s.generate(greedy(3), timeout=draft_link._SILENCE_SECONDS * 0.8)).tokens == {0: GREEDY}
 
 
-async def test_a_scout_that_is_due_goes() -> None:
+def make_scout_due(s: Stack) -> GammaController:
+    """Drafting would pay if it were good, which it was not."""
+    controller = s.fleet.gamma(s.fleet.targets[0])
+    assert controller is not None
+    controller._draft = StepCosts([(1, 0.1 * STEP_SECONDS)])
+    for _ in range(100):
+        controller.acceptance.observe(8, 0)
+    controller._last_round -= 60
+    return controller
+
+
+async def test_a_scout_that_is_due_goes_while_its_sequence_decodes_plainly() -> None:
     async with stack() as s:
-        controller = s.fleet.gamma(s.fleet.targets[0])
-        assert controller is not None
-        # Drafting would pay if it were good, which it was not.
-        controller._draft = StepCosts([(1, 0.1 * STEP_SECONDS)])
-        for _ in range(100):
-            controller.acceptance.observe(8, 0)
-        controller._last_round -= 60
-        usage = (await s.generate(greedy())).usage
+        assert s.drafter is not None
+        acceptance = make_scout_due(s).acceptance
+        rate = acceptance.rate
+        output = await s.generate(greedy(max_tokens=40))
+        assert output.tokens == {0: plain_output(PROMPT, 40)}
+        assert output.usage is not None
+        assert output.usage.rounds == 0
+        assert 1 <= s.drafter.num_asked <= 5, "some proposals, to see whether it pays by now"
+        assert acceptance.rate > rate, "they were good"
+        await s.until_idle()
+
+
+async def test_a_scout_drafts_in_rounds_where_the_target_draws_by_other_noise() -> None:
+    async with stack() as s:
+        make_scout_due(s)
+        usage = (await s.generate(greedy(temperature=1.0))).usage
         assert usage is not None
-        assert 1 <= usage.rounds <= 8, "some rounds, to see whether it pays by now"
+        assert 1 <= usage.rounds <= 8
+
+
+@pytest.mark.parametrize("answer", list(Answer))
+@pytest.mark.usefixtures("quick_hang")
+async def test_a_drafter_that_fails_a_scout_costs_nothing(answer: Answer) -> None:
+    async with stack() as s:
+        assert s.drafter is not None
+        s.drafter.answer = answer
+        make_scout_due(s)
+        output = await s.generate(greedy(n=2), timeout=20)
+        assert output.tokens == {0: GREEDY, 1: GREEDY}
+        assert output.usage is not None
+        assert output.usage.rounds == 0
+        assert s.drafter.num_asked > 0
+        await s.until_idle()
 
 
 async def test_a_drafter_that_forgot_is_told_everything_again() -> None:

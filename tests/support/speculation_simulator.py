@@ -69,6 +69,7 @@ class _Lane:
     verifying: int = 0
     asked: int = 0
     drawn: int = 0
+    in_shadow: bool = False
     catching_up: int = 0
     asked_unseen: int = 0
     received: float = 0.0
@@ -161,7 +162,7 @@ class Simulation:
         while len(self.lanes) < self.workload.load(self.now):
             prompt = self.workload.num_prompt_tokens
             lane = _Lane(
-                Pace(self.controller.acceptance, self.fixed),
+                Pace(self.controller.acceptance, self.fixed, in_shadow=True),
                 self.texts.randint(*self.workload.output_tokens),
                 self.texts.gauss(0, 0.04),
                 prompt,
@@ -273,10 +274,8 @@ class Simulation:
                 accepted = 0
                 gamma = 0
             else:
-                gamma, accepted = lane.verifying, 0
-                alpha = min(0.99, max(0.0, self.workload.acceptance(self.now) + lane.alpha_offset))
-                while accepted < gamma and self.dice.random() < alpha:
-                    accepted += 1
+                gamma = lane.verifying
+                accepted = self.draw_accepted(lane, gamma)
             lane.verifying = 0
             lane.num_steps -= 1
             gained = min(accepted + 1, lane.num_output_wanted - lane.num_output)
@@ -293,14 +292,27 @@ class Simulation:
         self.at(self.now + self.machine.transport, lambda: self.receive(results, prefill))
         self.step_target()
 
+    def draw_accepted(self, lane: _Lane, gamma: int) -> int:
+        accepted = 0
+        alpha = min(0.99, max(0.0, self.workload.acceptance(self.now) + lane.alpha_offset))
+        while accepted < gamma and self.dice.random() < alpha:
+            accepted += 1
+        return accepted
+
     def end_draft_step(self) -> None:
         proposals = []
         for lane in self.drafter.lanes:
             if lane.catching_up == 0 and lane.asked:
                 lane.drawn += 1
-                if lane.drawn == lane.asked:
+                if lane.drawn < lane.asked:
+                    continue
+                if lane.in_shadow:
+                    lane.pace.drafting.acceptance.observe(lane.asked, self.draw_accepted(lane, lane.asked))
+                    lane.pace.drafting.num_scouting_rounds = max(0, lane.pace.drafting.num_scouting_rounds - 1)
+                    lane.in_shadow = False
+                else:
                     proposals.append((lane, lane.asked))
-                    lane.asked = lane.drawn = 0
+                lane.asked = lane.drawn = 0
         if proposals:
 
             def forward() -> None:
@@ -345,7 +357,12 @@ class Simulation:
                 lane.num_output,
                 self.workload.output_tokens[1] - lane.num_output,
             )
-            move = lane.pace.next(self.controller, situation, lane.num_steps)
+            move = lane.pace.next(None if lane.in_shadow else self.controller, situation, lane.num_steps)
+            if lane.pace.drafting.num_scouting_rounds and not lane.in_shadow and not move.catch_up:
+                lane.catching_up += unseen
+                lane.num_seen = lane.num_context
+                lane.asked, lane.drawn, lane.in_shadow = lane.pace.drafting.num_scouting_tokens, 0, True
+                asked = True
             if move.num_draft_tokens or move.catch_up:
                 lane.catching_up += unseen - (0 if move.num_draft_tokens else 1)
                 lane.num_seen = lane.num_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -303,6 +304,25 @@ def test_scouts_take_a_hundredth_of_the_time() -> None:
             found.observe_plain(1, 0.02)
         clock.now += took
     assert 0 < scouting <= 0.02 * (clock.now - began)
+
+
+def test_scouts_that_find_nothing_new_go_less_often() -> None:
+    clock = Clock()
+    found = controller(flat(0.02), flat(0.004), clock)
+    sequence = drafting(0.1)
+    began_at: list[float] = []
+    while len(began_at) < 6:
+        gamma = found.choose(sequence, situation(num_unseen=8))
+        if gamma and (not began_at or clock.now - began_at[-1] > 1.0):
+            began_at.append(clock.now)
+        if gamma:
+            sequence.acceptance.observe(gamma, 0)
+            found.observe_round(1, gamma, 8, 0.02 + gamma * 0.004)
+        clock.now += 0.05
+    pauses = [after - before for before, after in pairwise(began_at)]
+    assert pauses[1] == pytest.approx(2 * pauses[0], rel=0.1)
+    assert pauses[2] == pytest.approx(4 * pauses[0], rel=0.1)
+    assert pauses[3] == pytest.approx(pauses[2], rel=0.1)
 
 
 def test_who_leaves_is_forgotten() -> None:
