@@ -125,7 +125,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             if sign_is_due:
                 self._last_sign = time.monotonic()
                 for stream in {lane.stream for lane in self._lanes.values()} - results.keys():
-                    stream.send(draft_pb2.DraftResponse(stats=stats))
+                    stream.send_sign_of_life(draft_pb2.DraftResponse(stats=stats))
         # Nobody is told which prefixes a drafter holds, but the record must not grow.
         self.engine.blocks.take_events()
 

@@ -30,8 +30,8 @@ INFO_TIMEOUT_SECONDS = 30.0
 _RECONNECT_SECONDS = 0.1
 
 
-class _Refused(Exception):
-    """A worker came back with another model or tokenizer."""
+class WorkerRefused(Exception):
+    """A worker has another model or tokenizer than those in service; it is asked again later."""
 
 
 class WorkerConnection(ABC, Generic[Operation, Request, Response]):
@@ -46,7 +46,8 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
     ) -> None:
         """`check` sees what the worker says of itself before it is used. The StartupError it raises ends
         `run` the first time; a worker that was right once and comes back wrong is refused until it is right
-        again. `changed` is notified when the worker is connected, drains or is lost."""
+        again, as is one for which `check` raises WorkerRefused. `changed` is notified when the worker is
+        connected, drains or is lost."""
         self.address = address
         self._check = check
         self._changed = changed
@@ -67,7 +68,7 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
             async with connect(self.address) as channel:
                 # Endlessly: a worker that is away may come back, and until then requests go elsewhere.
                 async for attempt in AsyncRetrying(
-                    retry=retry_if_exception_type((grpc.aio.AioRpcError, _Refused)),
+                    retry=retry_if_exception_type((grpc.aio.AioRpcError, WorkerRefused)),
                     wait=wait_random_exponential(multiplier=0.05, max=1.0),
                     before_sleep=self._after_failure,
                 ):
@@ -128,7 +129,7 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
         except StartupError as error:
             if self.epoch == 0:
                 raise
-            raise _Refused(str(error)) from error
+            raise WorkerRefused(str(error)) from error
         self.epoch += 1
         self._outbox.clear()
         self.costs = step_costs(info)

@@ -96,6 +96,8 @@ class DraftLane:
                 self._pause()
                 self._link.watch()
                 return None
+            if self._ask is not ask:
+                return None  # somebody else asked meanwhile, and took this answer in
             self._ask = None
             result = ask.answer.result()
             if result is None:
@@ -104,6 +106,8 @@ class DraftLane:
             if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
                 self._pause_seconds = _FIRST_PAUSE_SECONDS
                 return result.proposal
+        # Told everything and lost again: it may fail on this very sequence, and all others with it.
+        self._pause()
         return None
 
     def release(self) -> None:

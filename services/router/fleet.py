@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from outrider.v1 import worker_pb2
 
-from services.router.connection import step_costs
+from services.router.connection import WorkerRefused, step_costs
 from services.router.draft_link import DraftLink
 from services.router.placement import choose
 from services.router.target_link import TargetLink
@@ -21,6 +22,8 @@ from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
+# So long after the first target worker one that does not fit is a mistake in how all of this was set up.
+_STARTING_SECONDS = 60.0
 # How often it is looked whether a target worker hangs.
 _WATCH_SECONDS = 0.5
 
@@ -29,7 +32,7 @@ class Fleet:
     """Links to the target workers and the drafter, held to one model and one tokenizer.
 
     `changed` is notified when any is connected, drains or is lost; `failed` gets a StartupError when workers do not fit
-    together: no request could be served rightly.
+    together. One that comes up for the first time when the others have long been in service is refused until it fits.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Fleet:
         self._index: PrefixIndex | None = None
         self._max_num_draft_tokens = max_num_draft_tokens
         self._info: worker_pb2.WorkerInfo | None = None
+        self._first_target_at: float | None = None
         self._controllers: dict[TargetLink, tuple[tuple[int, int], GammaController]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -154,6 +158,27 @@ class Fleet:
         return known[1]
 
     def _check_target(self, info: worker_pb2.WorkerInfo) -> None:
+        with self._refusing_latecomers():
+            self._check_model(info)
+        if self._first_target_at is None:
+            self._first_target_at = time.monotonic()
+
+    def _check_draft(self, info: worker_pb2.WorkerInfo) -> None:
+        with self._refusing_latecomers():
+            self._check_tokenizer(info, "draft")
+
+    @contextmanager
+    def _refusing_latecomers(self) -> Iterator[None]:
+        """Raises WorkerRefused instead of StartupError once this fleet is in service."""
+        try:
+            yield
+        except StartupError as error:
+            first = self._first_target_at
+            if first is not None and time.monotonic() - first > _STARTING_SECONDS:
+                raise WorkerRefused(str(error)) from error
+            raise
+
+    def _check_model(self, info: worker_pb2.WorkerInfo) -> None:
         self._check_tokenizer(info, "target")
         if self._info is None:
             if self._redis_url is not None:
@@ -165,9 +190,6 @@ class Fleet:
                 f"(blocks of {self._info.block_size})"
             )
         self._info = info
-
-    def _check_draft(self, info: worker_pb2.WorkerInfo) -> None:
-        self._check_tokenizer(info, "draft")
 
     def _check_tokenizer(self, info: worker_pb2.WorkerInfo, role: str) -> None:
         if info.tokenizer_fingerprint != self._tokenizer_fingerprint:

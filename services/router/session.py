@@ -234,7 +234,7 @@ class SequenceSession:
         entry = await lane.next()
         # A worker running ahead began this step when it ended the last, however late we come to look.
         if self._gamma is not None and ahead and last.result.num_draft_tokens == 0:
-            self._gamma.observe_plain(load, entry.seconds_since(last))
+            self._gamma.observe_plain(load, entry.seconds_since(last), entry.received)
         return entry
 
     async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:

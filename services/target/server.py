@@ -162,7 +162,7 @@ class TargetServicer(
                 stream.send(target_pb2.TargetResponse(results=bundle, stats=stats))
         # Where the step brought nothing (a chunk of a prefill), routers tell by its stats that this worker is alive.
         for stream in {lane.stream for lane in self._lanes.values()} - results.keys():
-            stream.send(target_pb2.TargetResponse(stats=stats))
+            stream.send_sign_of_life(target_pb2.TargetResponse(stats=stats))
         events = self.engine.blocks.take_events()
         if self._publisher is not None:
             self._publisher.evicted(events.evicted)

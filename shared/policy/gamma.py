@@ -138,7 +138,7 @@ class GammaController:
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
         self._caught_up_at = -math.inf
-        self._next_plain_at = -math.inf
+        self._plain_received = -math.inf
         self._rounds = Overhead()
         self._plain = PlainSteps(target)
         # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
@@ -231,20 +231,20 @@ class GammaController:
             self._decided_at = -math.inf
         self._trials_at(load).observe_round(self._busy_seconds)
 
-    def observe_plain(self, load: int, seconds: float) -> None:
+    def observe_plain(self, load: int, seconds: float, received: float) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted.
 
-        Whichever of them says so first is believed; what the others say of the same step is not heard.
+        `received`: when its results came, by the controller's clock. Whichever sequence says so first is believed; what
+        the others say of the same step is not heard.
         """
         if seconds <= 0 or (self.gamma > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds
-        now = self._clock()
-        if now < self._next_plain_at:
+        if received <= self._plain_received:
             return
-        self._next_plain_at = now + 0.5 * seconds
-        if now - seconds < self._caught_up_at:
+        self._plain_received = received
+        if received - seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
-        if self._plain.observe(load, seconds, now, self._busy_seconds):
+        if self._plain.observe(load, seconds, received, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
     def _note_drafter_busy(self, seconds: float) -> None:

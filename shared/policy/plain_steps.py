@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 from shared.policy.overhead import Overhead
 from shared.policy.step_costs import StepCosts
 
+# Results that were held up come in quick succession behind a long wait: what seems so much faster than expected is
+# taken together with the next, so many at most.
+_LEAST_SHARE = 0.5
+_MOST_TOGETHER = 4
 # A measurement on purpose takes so many steps.
 _MEASURED_STEPS = 3
 
@@ -27,6 +32,7 @@ class PlainSteps:
         self._num_to_measure = 0
         self._measured_from = -math.inf
         self._measured: list[tuple[float, float]] = []
+        self._too_fast: list[float] = []
 
     @property
     def measuring(self) -> bool:
@@ -56,6 +62,11 @@ class PlainSteps:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
         self._seen_at[load.bit_length()] = busy
         expected = self._target.seconds(load)
+        self._too_fast.append(seconds)
+        seconds = fmean(self._too_fast)
+        if seconds < _LEAST_SHARE * self.seconds(load) and len(self._too_fast) < _MOST_TOGETHER:
+            return False
+        self._too_fast = []
         if not self.measuring:
             self._overhead.observe(load, 0, expected, seconds, 1.0)
             return False

@@ -16,7 +16,15 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted, RpcStatus, Unavailable, to_status
+from shared.rpc.errors import (
+    Aborted,
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    RpcStatus,
+    Unavailable,
+    to_status,
+)
 from shared.rpc.malformed import check_fields, malformed_request
 from shared.telemetry.attributes import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
 from shared.telemetry.tracing import Telemetry
@@ -44,6 +52,8 @@ _INLINE_BYTES = 16 * 1024
 _MAX_DECODING = 64
 # A caller that reads nothing keeps its status from being sent; its RPC ends all the same.
 _STATUS_SECONDS = 5.0
+# One that is still connected, but reads nothing for so long, hangs, and what it holds here is wanted by others.
+_WRITE_SECONDS = 60.0
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -248,11 +258,20 @@ def _behavior(handler: _Handler) -> _Behavior:
         responses: AsyncIterator[Any] = function(request, context)
         try:
             async for response in responses:
-                await context.write(response)
+                await _write(context, response)
         finally:
             await responses.aclose()  # type: ignore[attr-defined]
 
     return write_all
+
+
+async def _write(context: _ServicerContext, response: Any) -> None:
+    """Raises Aborted if the caller reads too little for it to go out in time."""
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await context.write(response)
+    except TimeoutError as error:
+        raise Aborted(f"the caller has read nothing for {_WRITE_SECONDS:g} s") from error
 
 
 async def _abort(context: _ServicerContext, status: RpcStatus) -> None:

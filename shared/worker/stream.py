@@ -40,9 +40,17 @@ class RouterStream(Generic[Response]):
         """Queues a response; from any thread."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, response)
 
+    def send_sign_of_life(self, response: Response) -> None:
+        """Queues a response that says nothing new, unless one that is still unsent does as well; from any thread."""
+        self._loop.call_soon_threadsafe(self._put_if_empty, response)
+
     def end(self) -> None:
         """Ends `responses` behind what is queued; from any thread."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, None)
+
+    def _put_if_empty(self, response: Response) -> None:
+        if self._outbox.empty():
+            self._outbox.put_nowait(response)
 
     async def responses(self) -> AsyncIterator[Response]:
         while (response := await self._outbox.get()) is not None:

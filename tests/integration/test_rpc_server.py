@@ -449,6 +449,21 @@ async def test_a_cancelled_stream_closes_its_generator(text: str) -> None:
             await servicer.released.wait()
 
 
+async def test_a_caller_that_is_there_but_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_WRITE_SECONDS", 0.3)
+    servicer = Scripted()
+    async with running(servicer) as (_, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text="flood"))
+        await call.read()
+        async with asyncio.timeout(30):
+            await servicer.released.wait()
+        with suppress(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert await call.code() is grpc.StatusCode.ABORTED
+        assert "has read nothing for 0.3 s" in await call.details()
+
+
 async def test_the_callers_deadline_bounds_child_calls() -> None:
     bounds: list[tuple[float | None, ...]] = []
 

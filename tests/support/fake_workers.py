@@ -98,6 +98,7 @@ class Worker:
         self.info = info
         self.port = 0
         self.num_starts = 0
+        self.num_described = 0
         self.violations: list[str] = []
         self._server: grpc.aio.Server | None = None
 
@@ -127,6 +128,7 @@ class Worker:
         raise NotImplementedError
 
     async def GetWorkerInfo(self, request: worker_pb2.GetWorkerInfoRequest, context: Any) -> worker_pb2.WorkerInfo:
+        self.num_described += 1
         return self.info
 
     async def GetWorkerState(self, request: worker_pb2.GetWorkerStateRequest, context: Any) -> worker_pb2.WorkerState:

@@ -113,10 +113,12 @@ class Simulation:
         seed: int,
         fixed: int | None = None,
         slow: tuple[float, float, float] = (0.0, 0.0, 1.0),
+        dice: int = 0,
     ) -> None:
-        """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow."""
+        """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow. `dice`: another
+        course of events for the same requests on the same machine."""
         self.machine, self.workload, self.slow = machine, workload, slow
-        self.dice = random.Random(seed)
+        self.dice = random.Random(seed + 1_000_000 * dice)
         self.texts = random.Random(seed + 2)
         self.now = 0.0
         self.gathering = Gathering(lambda: self.now)
@@ -343,7 +345,7 @@ class Simulation:
                 lane.pace.drafting.acceptance.observe(gamma, accepted)
                 self.controller.observe_round(decoding, gamma, lane.asked_unseen, lane.seconds)
             elif lane.num_output > 1:
-                self.controller.observe_plain(decoding, lane.seconds)
+                self.controller.observe_plain(decoding, lane.seconds, self.now)
             if lane.num_output >= lane.num_output_wanted:
                 self.controller.leave(lane.pace.drafting, lane.num_output)
                 self.lanes.remove(lane)

@@ -125,3 +125,49 @@ async def test_a_late_answer_is_heeded_before_the_next_is_asked_for(
     assert await lane.propose([1, 2, 3, 4, 5], 4, "") is None
     asked = [operation.propose for operation in link._outbox.take()]
     assert [(each.sequence_id, each.base_length, len(each.token_ids)) for each in asked] == told
+
+
+def answer(link: Link, sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> None:
+    result = draft_pb2.DraftResult(sequence_id=sequence_id, position=position, status=status)
+    link._on_response(draft_pb2.DraftResponse(results=[result]))
+
+
+def drafting_lane(link: Link) -> DraftLane:
+    link.info = worker_pb2.WorkerInfo(max_context=100)
+    return DraftLane(link, 3, SamplingParams(), b"")
+
+
+@pytest.mark.parametrize("status", [draft_pb2.DRAFT_STATUS_PROPOSED, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE])
+async def test_of_two_who_ask_the_one_who_looks_late_leaves_the_other_its_proposal(
+    status: draft_pb2.DraftStatus,
+) -> None:
+    link = Link()
+    lane = drafting_lane(link)
+    scout = asyncio.create_task(lane.propose([1, 2, 3], 4, ""))
+    await asyncio.sleep(0)
+    answer(link, 1, 3, status)
+    # Before the scout gets to see it.
+    other = lane.propose([1, 2, 3, 4], 4, "")
+    other.send(None)
+    assert await scout is None or status == draft_pb2.DRAFT_STATUS_PROPOSED
+    assert len(link._asks) == 1
+    other.close()
+    lane.release()
+    assert link._asks == {}, "what was asked for is forgotten with the lane"
+    operations = link._outbox.take()
+    begun = {each.propose.sequence_id for each in operations if each.HasField("propose")}
+    assert begun <= {each.release for each in operations if each.HasField("release")} | {1}
+
+
+async def test_a_sequence_lost_again_and_again_is_not_told_again_at_once(now: list[float]) -> None:
+    link = Link()
+    lane = drafting_lane(link)
+    proposing = asyncio.create_task(lane.propose([1, 2, 3], 4, ""))
+    for sequence_id in (1, 2):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        answer(link, sequence_id, 3, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
+    assert await proposing is None
+    assert not lane.available
+    now[0] += 0.2
+    assert lane.available

@@ -35,8 +35,8 @@ def situation(load: int = 1, num_unseen: int = 1, num_waiting: int = 0, num_pref
 def controller(target: StepCosts, draft: StepCosts, clock: Clock, most: int = MAX) -> GammaController:
     """One that has just measured plain steps of a single sequence, and found them as they should be."""
     found = GammaController(target, draft, most, clock)
-    for _ in range(8):
-        found.observe_plain(1, target.seconds(1))
+    for i in range(8):
+        found.observe_plain(1, target.seconds(1), clock.now - 8 + i)
     return found
 
 
@@ -193,9 +193,24 @@ def test_plain_steps_are_measured_before_rounds_begin_where_it_is_close() -> Non
     assert found.measuring
     for _ in range(5):
         clock.now += 0.05
-        found.observe_plain(1, 0.05)
+        found.observe_plain(1, 0.05, clock.now)
     assert not found.measuring
     assert found.choose(sequence, situation()) > 0
+
+
+def test_a_sequence_that_stood_still_does_not_silence_the_others() -> None:
+    clock = Clock()
+    found = GammaController(flat(0.05), flat(0.02), MAX, clock)
+    assert found.choose(drafting(0.6), situation(8)) == 0
+    assert found.measuring
+    clock.now += 30
+    found.observe_plain(8, 30.0, clock.now)  # preempted before all of this began
+    for _ in range(3):
+        clock.now += 0.05
+        for _ in range(8):
+            found.observe_plain(8, 0.05, clock.now)
+    assert not found.measuring
+    assert found.plain_seconds(8) == pytest.approx(0.05, rel=0.01)
 
 
 def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() -> None:
@@ -213,7 +228,7 @@ def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() ->
         if gamma:
             found.observe_round(1, gamma, 1, took)
         else:
-            found.observe_plain(1, took)
+            found.observe_plain(1, took, clock.now)
     assert sum(gamma > 0 for gamma in gammas[210:]) > 0.85 * len(gammas[210:])
     assert gammas[-1] > 0
 
@@ -260,7 +275,7 @@ def test_measuring_plain_steps_ends_though_a_sequence_was_scouting() -> None:
     scout.num_scouting_rounds = 5
     for _ in range(20):
         clock.now += 0.05
-        found.observe_plain(2, 0.05)
+        found.observe_plain(2, 0.05, clock.now)
     assert not found.measuring
 
 
@@ -301,7 +316,7 @@ def test_scouts_take_a_hundredth_of_the_time() -> None:
                 scouting += took
         else:
             took = 16 * 0.02
-            found.observe_plain(1, 0.02)
+            found.observe_plain(1, 0.02, clock.now)
         clock.now += took
     assert 0 < scouting <= 0.02 * (clock.now - began)
 

@@ -40,6 +40,9 @@ class Sent(RouterStream[Any]):
     def send(self, response: Any) -> None:
         self.sent.append(response)
 
+    def send_sign_of_life(self, response: Any) -> None:
+        self.sent.append(response)
+
 
 def with_engine(servicer: Any) -> Any:
     blocks = BlockPool(64)
@@ -409,3 +412,14 @@ async def test_a_sequence_that_is_gone_is_not_waited_for(how: str) -> None:
 
 async def test_a_drafter_waits_for_nobody() -> None:
     assert with_engine(DraftServicer(configure("d", None), "x", False))._seconds_to_wait() == 0.0
+
+
+async def test_signs_of_life_do_not_pile_up_for_a_router_that_does_not_read() -> None:
+    stream: RouterStream[Any] = RouterStream()
+    for i in range(1000):
+        stream.send_sign_of_life(i)
+    stream.send("news")
+    stream.send_sign_of_life(1000)
+    stream.end()
+    await asyncio.sleep(0)
+    assert [response async for response in stream.responses()] == [0, "news"]
