@@ -89,6 +89,7 @@ class Drafting:
         self.acceptance = Acceptance(prior)
         self.in_shadow = in_shadow
         self.active = False
+        self.catch_up = 0.0
         self.num_scouting_rounds = 0
         self.num_scouting_tokens = 0
         self.situation: Situation | None = None
@@ -180,8 +181,9 @@ class GammaController:
             sequence.num_scouting_rounds = 0
             if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate):
                 sequence.active = True
+                sequence.catch_up = self.catch_up_seconds(situation.num_unseen)
                 self._num_active += 1
-                self._note_drafter_busy(self.catch_up_seconds(situation.num_unseen))
+                self._note_drafter_busy(sequence.catch_up)
             return self.gamma if sequence.active else 0
         if sequence.num_scouting_rounds == 0:
             self._deactivate(sequence)
@@ -281,7 +283,7 @@ class GammaController:
             return 0
         rates = [each.acceptance.rate for each, _ in joining]
         num_follow = sum(self._num_to_follow(where) for _, where in joining) / len(joining)
-        catch_up = sum(self.catch_up_seconds(where.num_unseen) for each, where in joining if not each.active)
+        catch_up = sum(self._catch_up_share(each, where) for each, where in joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
         best, best_gain = 0, _STAY_AT if self.gamma > 0 else self._begin_at(load)
@@ -336,6 +338,14 @@ class GammaController:
         saved = self._num_to_follow(where) * (1 - 1 / tokens) * self.plain_seconds(now.load)
         catch_up = self._utilisation.delay(self.catch_up_seconds(where.num_unseen))
         return saved > (now.load + now.num_waiting) * catch_up
+
+    def _catch_up_share(self, each: Drafting, where: Situation) -> float:
+        """What catching up costs for the tokens that follow. Of one that has caught up it is their share of what that
+        took: it is past, but those that come after it will have to do the same."""
+        if not each.active:
+            return self.catch_up_seconds(where.num_unseen)
+        num_follow = self._num_to_follow(where)
+        return each.catch_up * num_follow / (where.num_output + num_follow)
 
     def _num_to_follow(self, where: Situation) -> float:
         """Tokens that a sequence may be expected still to generate: what is usual, and else as many as it has."""

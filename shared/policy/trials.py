@@ -7,7 +7,7 @@ _FIRST_HALF_LIFE = 4.0
 # Each time that it is found again soon, within so many half-lives, twice as long. And so many times as long as
 # it took to find out, so that finding out takes a small share of the time.
 _SOON = 4.0
-_TIMES_TRIED = 40.0
+_TIMES_TRIED = 80.0
 _LONGEST_HALF_LIFE = 600.0
 
 

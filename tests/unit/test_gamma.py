@@ -300,6 +300,23 @@ def test_nothing_is_unlearnt_while_there_is_nothing_to_choose() -> None:
     assert found.choose(other, situation()) == 0
 
 
+@pytest.mark.parametrize(("catch_up", "goes_on"), [(0.0, True), (3.0, False)])
+def test_what_each_sequence_had_to_catch_up_with_counts_while_it_drafts(catch_up: float, goes_on: bool) -> None:
+    """It is past, but who comes after it will have to do the same."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    sequence = drafting(0.5)
+    assert found.choose(sequence, situation()) > 0
+    assert sequence.active
+    sequence.catch_up = catch_up
+    gammas = set()
+    for _ in range(40):
+        clock.now += 0.1
+        found.choose(sequence, situation())
+        gammas.add(found.gamma)
+    assert (0 not in gammas) == goes_on
+
+
 def test_scouts_take_a_hundredth_of_the_time() -> None:
     clock = Clock()
     found = controller(flat(0.02), flat(0.004), clock)

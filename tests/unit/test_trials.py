@@ -44,7 +44,7 @@ def test_each_time_that_it_is_found_again_it_is_held_against_them_longer() -> No
 def test_finding_out_takes_a_small_share_of_the_time(lasted: float) -> None:
     trials = Trials()
     now = try_in_vain(trials, 10.0, lasted)
-    assert half_life(trials, now) == 40 * lasted
+    assert half_life(trials, now) == 80 * lasted
 
 
 def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
