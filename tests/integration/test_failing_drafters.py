@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.router import draft_link
+from services.router.draft_link import DraftLink
 from shared.policy.gamma import GammaController
 from shared.policy.step_costs import StepCosts
 from tests.support.fake_workers import STEP_SECONDS, Answer, plain_output
@@ -198,13 +199,20 @@ async def test_room_that_was_not_there_is_asked_for_again_later(monkeypatch: pyt
         assert s.drafter.num_begun == 2
 
 
+async def lose_drafter(s: Stack) -> DraftLink:
+    """Stops it; returns the router's link once that has noticed."""
+    assert s.drafter is not None
+    assert s.fleet.draft is not None
+    link = s.fleet.draft
+    await s.drafter.stop()
+    await until(lambda: not link.connected, "loss noticed")
+    return link
+
+
 async def test_a_drafter_of_shorter_context_is_not_asked_beyond_it() -> None:
     async with stack() as s:
         assert s.drafter is not None
-        assert s.fleet.draft is not None
-        link = s.fleet.draft
-        await s.drafter.stop()
-        await until(lambda: not link.connected, "loss noticed")
+        link = await lose_drafter(s)
         s.drafter.info.max_context = 60
         await s.drafter.start()
         await until(lambda: link.connected, "connected again")
@@ -223,10 +231,7 @@ async def test_a_drafter_of_shorter_context_is_not_asked_beyond_it() -> None:
 async def test_the_drafter_is_used_again_when_it_is_back() -> None:
     async with stack() as s:
         assert s.drafter is not None
-        assert s.fleet.draft is not None
-        link = s.fleet.draft
-        await s.drafter.stop()
-        await until(lambda: not link.connected, "loss noticed")
+        link = await lose_drafter(s)
         output = await s.generate(greedy(3))
         assert output.tokens == {0: GREEDY}
         assert output.usage is not None
