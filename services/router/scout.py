@@ -56,5 +56,4 @@ class Scout:
             return
         self._proposing = None
         agree = [draft == own for draft, own in zip(proposal.token_ids, drawn, strict=False)]
-        self._drafting.acceptance.observe(num_drafted, agree.index(False) if False in agree else num_drafted)
-        self._drafting.num_scouting_rounds = max(0, self._drafting.num_scouting_rounds - 1)
+        self._drafting.observe_in_shadow(num_drafted, agree.index(False) if False in agree else num_drafted)

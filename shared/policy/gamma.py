@@ -82,7 +82,7 @@ class Drafting:
     """What the controller keeps of one sequence: its acceptance, whether it drafts, and where it stands.
 
     One that is `in_shadow` scouts while it decodes plainly: `num_scouting_rounds` of `num_scouting_tokens` each are
-    for its owner to make, count down and observe. Another one scouts with rounds.
+    for its owner to make and observe. Another one scouts with rounds.
     """
 
     def __init__(self, prior: Acceptance | None = None, in_shadow: bool = False) -> None:
@@ -93,6 +93,11 @@ class Drafting:
         self.num_scouting_rounds = 0
         self.num_scouting_tokens = 0
         self.situation: Situation | None = None
+
+    def observe_in_shadow(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """A scouting round of one that is `in_shadow` had this outcome."""
+        self.acceptance.observe(num_draft_tokens, num_accepted)
+        self.num_scouting_rounds = max(0, self.num_scouting_rounds - 1)
 
 
 class GammaController:

@@ -309,8 +309,7 @@ class Simulation:
                 if lane.drawn < lane.asked:
                     continue
                 if lane.in_shadow:
-                    lane.pace.drafting.acceptance.observe(lane.asked, self.draw_accepted(lane, lane.asked))
-                    lane.pace.drafting.num_scouting_rounds = max(0, lane.pace.drafting.num_scouting_rounds - 1)
+                    lane.pace.drafting.observe_in_shadow(lane.asked, self.draw_accepted(lane, lane.asked))
                     lane.in_shadow = False
                 else:
                     proposals.append((lane, lane.asked))
