@@ -22,7 +22,7 @@ from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
-# So long after the first target worker one that does not fit is a mistake in how all of this was set up.
+# Until so long after the first target worker, one that does not fit is a mistake in how all of this was set up.
 _STARTING_SECONDS = 60.0
 # How often it is looked whether a target worker hangs.
 _WATCH_SECONDS = 0.5
