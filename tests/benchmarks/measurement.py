@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
@@ -22,12 +23,13 @@ FIXED_GAMMAS = tuple(range(1, 9))
 """What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
 # So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
-# off and on, until there were so many seconds without.
-_LEAST_SECONDS = 16.0
+# off and on, until there were so many seconds and so many loads without.
+_LEAST_SECONDS = 32.0
+_LEAST_LOADS = 4
 _MOST_TURNS = 32
 _BASELINE_PROMPTS = 2
 # Loads with which γ may settle on this pair, at this number of streams.
-_WARM_UPS = 3
+_WARM_UPS = 5
 _NUM_PREFIXES = 5
 
 OnStep = Callable[[str], None]
@@ -107,22 +109,28 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     return PairResult(pair.name, tuple(repeats), tuple(prefixes))
 
 
-def order_of_loads(streams: int, turn: int) -> list[Mode]:
+def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
     """The modes of a turn, in an order that favours nobody.
 
     Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
-    drift costs all the same. At one stream the fixed γs come in between, once each, off and on twice.
+    drift costs all the same. The fixed γs come in between, once each, off and on twice.
     """
     modes = [OFF, ON]
-    if streams == 1:
+    if with_fixed:
         fixed = [Mode(True, gamma) for gamma in FIXED_GAMMAS]
         modes = [OFF, *fixed[:2], ON, *fixed[2:4], OFF, *fixed[4:6], ON, *fixed[6:]]
     return modes if turn % 2 == 0 else modes[::-1]
 
 
 def num_turns(off_seconds: float) -> int:
-    """Turns of a repeat, when one has so many seconds without speculation: an even number, so that they balance."""
-    return 2 * max(1, min(math.ceil(_LEAST_SECONDS / off_seconds / 2), _MOST_TURNS // 2))
+    """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
+    num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
+    return min(2 * math.ceil(num_loads / 2), _MOST_TURNS)
+
+
+def num_turns_with_fixed(turns: int) -> int:
+    """In how many turns of a repeat at one stream the fixed γs take part, which make a turn five times as long."""
+    return 2 * max(1, turns // 8)
 
 
 async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_step: OnStep) -> Repeat:
@@ -132,15 +140,16 @@ async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_s
     loads = []
     for streams in plan.streams:
         on_step(f"{which}, {_count(streams)}")
-        first = await _measure_turn(pair, plan, streams, index, stubs)
+        first = await _measure_turn(pair, plan, streams, stubs, order_of_loads(index, streams == 1))
         loads += first
-        for turn in range(1, num_turns(sum(load.seconds for load in first if load.mode == OFF))):
-            loads += await _measure_turn(pair, plan, streams, index + turn, stubs)
+        turns = num_turns(fmean(load.seconds for load in first if load.mode == OFF))
+        for turn in range(1, turns):
+            modes = order_of_loads(index + turn, streams == 1 and turn < num_turns_with_fixed(turns))
+            loads += await _measure_turn(pair, plan, streams, stubs, modes)
     return Repeat(baseline, tuple(loads))
 
 
-async def _measure_turn(pair: Pair, plan: Plan, streams: int, turn: int, stubs: Stubs) -> list[LoadResult]:
-    modes = order_of_loads(streams, turn)
+async def _measure_turn(pair: Pair, plan: Plan, streams: int, stubs: Stubs, modes: Sequence[Mode]) -> list[LoadResult]:
     prompts = _draw_alike(pair, streams, len(modes))
     return [
         await run_load(stubs.of(mode), each, plan.num_tokens, mode) for mode, each in zip(modes, prompts, strict=True)

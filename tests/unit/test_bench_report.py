@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, order_of_loads
+from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, num_turns_with_fixed, order_of_loads
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import render, summarize, to_json
 
@@ -165,21 +165,22 @@ def test_prefixes_have_median_times_and_the_least_of_cached_tokens() -> None:
     assert (prefix.cached_tokens, prefix.cacheable_tokens) == (976, 992)
 
 
-@pytest.mark.parametrize("streams", [1, 2, 32])
+@pytest.mark.parametrize("with_fixed", [True, False])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_over_two_turns_every_mode_has_the_same_mean_position(streams: int, turn: int) -> None:
-    order = [*order_of_loads(streams, turn), *order_of_loads(streams, turn + 1)]
+def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, turn: int) -> None:
+    order = [*order_of_loads(turn, with_fixed), *order_of_loads(turn + 1, with_fixed)]
     positions = {mode: [i for i, each in enumerate(order) if each == mode] for mode in order}
-    fixed = range(1, 9) if streams == 1 else ()
+    fixed = range(1, 9) if with_fixed else ()
     off, on = Mode(speculation=False), Mode(speculation=True)
     assert positions.keys() == {off, on, *(Mode(speculation=True, fixed_gamma=gamma) for gamma in fixed)}
     assert len({sum(at) / len(at) for at in positions.values()}) == 1
     assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(20.0, 2), (7.9, 4), (1.0, 16), (0.1, 32)])
-def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int) -> None:
+@pytest.mark.parametrize(("seconds", "turns", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 2), (2.0, 16, 4), (0.1, 32, 8)])
+def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int, with_fixed: int) -> None:
     assert num_turns(seconds) == turns
+    assert num_turns_with_fixed(turns) == with_fixed
 
 
 def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
