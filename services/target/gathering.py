@@ -58,4 +58,7 @@ class Gathering:
         now, patience = self._clock(), (1 + _LATENESS) * self._usual
         left = [since + patience - now for since in self._away.values() if since + patience > now]
         wait = max(left, default=0.0)
-        return wait if _STEPS_LOST * len(left) * step_seconds > num_ready * wait else 0.0
+        # They usually come before patience ends; for those already late the rest of it is all that is known.
+        lateness = _LATENESS * self._usual
+        expected = wait - lateness if wait > lateness else wait
+        return wait if _STEPS_LOST * len(left) * step_seconds > num_ready * expected else 0.0

@@ -32,6 +32,8 @@ _NEW_LOAD = 0.25
 _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
 _SURE_FROM = 1.3
+# And at once, but for this pause, where rounds seem to take less than a plain step, which each of them holds.
+_MEASURE_AGAIN_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where rounds are under way, so many of them are waited for.
@@ -76,6 +78,14 @@ class Situation(NamedTuple):
     def prefill_bound(self) -> bool:
         """Whether the worker has more prompt tokens to compute than a step holds."""
         return self.num_prefill_tokens > _PREFILL_STEP_TOKENS
+
+
+class PlainStep(NamedTuple):
+    """A plain decode step among `load` sequences, whose results were `received` then."""
+
+    load: int
+    seconds: float
+    received: float
 
 
 class Drafting:
@@ -144,7 +154,8 @@ class GammaController:
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
         self._caught_up_at = -math.inf
-        self._plain_received = -math.inf
+        # The plain step whose results came last: when, among how many sequences, and the least it took for any.
+        self._last_plain: PlainStep | None = None
         self._rounds = Overhead()
         self._plain = PlainSteps(target)
         # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
@@ -241,17 +252,19 @@ class GammaController:
     def observe_plain(self, load: int, seconds: float, received: float) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted.
 
-        `received`: when its results came, by the controller's clock. Whichever sequence says so first is believed; what
-        the others say of the same step is not heard.
+        `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
+        for that one too: of what they say of the same step the least is believed, once the next is heard of.
         """
         if seconds <= 0 or (self.gamma > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds
-        if received <= self._plain_received:
+        step = self._last_plain
+        if step is not None and received <= step.received:
+            self._last_plain = step._replace(seconds=min(step.seconds, seconds))
             return
-        self._plain_received = received
-        if received - seconds < self._caught_up_at:
+        self._last_plain = PlainStep(load, seconds, received)
+        if step is None or step.received - step.seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
-        if self._plain.observe(load, seconds, received, self._busy_seconds):
+        if self._plain.observe(step.load, step.seconds, step.received, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
     def _note_drafter_busy(self, seconds: float) -> None:
@@ -303,7 +316,11 @@ class GammaController:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
-        if now.prefill_bound or best_gain >= _SURE_FROM:
+        if now.prefill_bound:
+            return best
+        if best > 0 and self._rounds_beat_plain_steps(now.load, best):
+            self._measure_if_older(now.load, _MEASURE_AGAIN_SECONDS)
+        if best_gain >= _SURE_FROM:
             return best
         if best > 0:
             self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
@@ -313,6 +330,11 @@ class GammaController:
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best
+
+    def _rounds_beat_plain_steps(self, load: int, gamma: int) -> bool:
+        """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
+        seconds = self._round_seconds(load, gamma) * (1 + self._round_overhead(load, gamma))
+        return seconds < self.plain_seconds(load)
 
     def _measure_if_older(self, load: int, seconds: float) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""

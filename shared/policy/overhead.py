@@ -22,7 +22,7 @@ _NUM_IN_A_ROW = 4.0
 _NUM_FEW = 16.0
 # So many measurements of a load say more than those of others.
 _NUM_KNOWN = 3.0
-# How much a measurement on purpose counts.
+# How much a measurement on purpose counts, unless it is off by so much: then all of it.
 _CORRECTION = 0.5
 
 
@@ -104,7 +104,8 @@ class Overhead:
         """Measured on purpose, at least once: what should have taken so many seconds took so many."""
         error = median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
         common, _ = self._estimates(load, gamma)
-        common.value += max(_CORRECTION, 1 / (common.count + 1)) * error
+        share = 1.0 if abs(error) > _LARGE_ERROR else max(_CORRECTION, 1 / (common.count + 1))
+        common.value += share * error
         common.count = max(common.count, _NUM_FEW)
 
     def _estimates(self, load: int, gamma: int) -> tuple[_Estimate, _Estimate]:

@@ -213,6 +213,44 @@ def test_a_sequence_that_stood_still_does_not_silence_the_others() -> None:
     assert found.plain_seconds(8) == pytest.approx(0.05, rel=0.01)
 
 
+def test_a_plain_step_takes_what_it_took_those_that_were_in_the_one_before_too() -> None:
+    """Where sequences take turns, those that sat one out say that theirs took twice as long."""
+    clock = Clock()
+    found = GammaController(flat(0.05), flat(0.02), MAX, clock)
+    assert found.choose(drafting(0.6), situation(8)) == 0
+    assert found.measuring
+    for _ in range(5):
+        clock.now += 0.05
+        for seconds in (0.1, 0.05, 0.1):
+            found.observe_plain(8, seconds, clock.now)
+    assert not found.measuring
+    assert found.plain_seconds(8) == pytest.approx(0.05, rel=0.01)
+
+
+def test_plain_steps_that_seem_to_take_longer_than_the_rounds_they_are_part_of_are_measured_again() -> None:
+    """However much drafting promises: it is against them that it does."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.02), clock)
+    sequence = drafting(0.3)
+    for _ in range(8):
+        clock.now += 0.15
+        found.observe_plain(1, 0.15, clock.now)
+    assert found.plain_seconds(1) > 0.1
+    gammas = []
+    for _ in range(100):
+        gamma = found.choose(sequence, situation())
+        took = 0.05 + gamma * 0.02
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took, clock.now)
+        gammas.append(gamma)
+    assert gammas[0] > 0
+    assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.1)
+    assert gammas[-1] == 0
+
+
 def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() -> None:
     """The machine is three times as slow all at once: rounds seem not to pay, but plain steps are no better."""
     clock = Clock()

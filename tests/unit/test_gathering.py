@@ -72,10 +72,18 @@ def test_a_step_waits_while_that_costs_less_than_it_saves(num_away: int, num_rea
     bench = Bench(usual=1.0)
     for i in range(num_away):
         bench.gathering.left(i)
-    wait = PATIENCE * 1.0
-    # Those away would lose steps, those ready lose the wait.
-    pays = gathering._STEPS_LOST * num_away * step > num_ready * wait
-    assert bench.gathering.seconds_to_wait(num_ready, step) == pytest.approx(wait if pays else 0.0)
+    # Those away would lose steps, those ready lose the time until they usually come.
+    pays = gathering._STEPS_LOST * num_away * step > num_ready * 1.0
+    assert bench.gathering.seconds_to_wait(num_ready, step) == pytest.approx(PATIENCE * 1.0 if pays else 0.0)
+
+
+@pytest.mark.parametrize(("late", "left"), [(0.2, 0.3), (0.49, 0.01)])
+def test_for_those_already_late_a_step_waits_if_all_of_it_pays(late: float, left: float) -> None:
+    bench = Bench(usual=1.0)
+    bench.gathering.left("late")
+    bench.clock.now += 1.0 + late
+    assert bench.gathering.seconds_to_wait(1, 1.1 * left / gathering._STEPS_LOST) == pytest.approx(left)
+    assert bench.gathering.seconds_to_wait(1, 0.9 * left / gathering._STEPS_LOST) == 0.0
 
 
 def test_it_waits_for_the_latest_and_no_longer_than_till_then() -> None:
@@ -110,8 +118,8 @@ def test_patience_ends_and_one_that_never_returns_is_waited_for_once() -> None:
         bench.gathering.left(f"gone {i}")
     bench.clock.now += 2 * PATIENCE
     bench.gathering.left("away")
-    assert bench.gathering.seconds_to_wait(1, step_seconds=0.9 * PATIENCE / gathering._STEPS_LOST) == 0.0
-    assert bench.gathering.seconds_to_wait(1, step_seconds=1.1 * PATIENCE / gathering._STEPS_LOST) > 0.0
+    assert bench.gathering.seconds_to_wait(1, step_seconds=0.9 / gathering._STEPS_LOST) == 0.0
+    assert bench.gathering.seconds_to_wait(1, step_seconds=1.1 / gathering._STEPS_LOST) > 0.0
 
 
 def test_one_that_was_given_up_is_not_waited_for() -> None:
@@ -196,8 +204,8 @@ def test_sequences_out_of_step_with_each_other_come_together() -> None:
 def test_whatever_comes_and_goes_waiting_is_bounded(seed: int) -> None:
     """Sequences leave, come back soon, late or never, or are given up; a step is tried again and again.
 
-    No step waits for longer than patience with the longest absence, nor for more than it can save; and all
-    steps together no longer than patience once for each absence.
+    No step waits for longer than patience with the longest absence, nor where that should cost more than it saves;
+    and all steps together no longer than patience once for each absence.
     """
     dice = random.Random(seed)
     bench = Bench()
@@ -222,7 +230,9 @@ def test_whatever_comes_and_goes_waiting_is_bounded(seed: int) -> None:
         waited = 0.0
         while (wait := bench.gathering.seconds_to_wait(len(ready), step)) > 0:
             num_away = num_left - absences + len(returns)
-            assert len(ready) * wait < gathering._STEPS_LOST * num_away * step
+            late = gathering._LATENESS * bench.usual
+            expected = wait - late if wait > late else wait
+            assert len(ready) * expected < gathering._STEPS_LOST * num_away * step
             end = min([bench.clock.now + wait, *returns.values()])
             waited += end - bench.clock.now
             pass_time(end)

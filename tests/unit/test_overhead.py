@@ -68,12 +68,14 @@ def test_a_few_slow_ones_in_a_row_are_no_news_once_much_was_seen() -> None:
     assert found.share(8, 3) < 0.1
 
 
-def test_measured_on_purpose_it_is_believed_at_once_and_later_by_half() -> None:
+def test_measured_on_purpose_it_is_believed_at_once_and_later_by_half_unless_it_is_quite_another() -> None:
     found = Overhead()
     found.correct(8, 0, [(EXPECTED, 3 * EXPECTED), (EXPECTED, 3 * EXPECTED), (EXPECTED, 30 * EXPECTED)])
     assert 1 + found.share(8, 0) == pytest.approx(3)
+    found.correct(8, 0, [(EXPECTED, 3 * 1.2 * EXPECTED)])
+    assert 1 + found.share(8, 0) == pytest.approx(3 * 1.2**0.5)
     found.correct(8, 0, [(EXPECTED, EXPECTED)])
-    assert 1 + found.share(8, 0) == pytest.approx(3**0.5)
+    assert 1 + found.share(8, 0) == pytest.approx(1)
 
 
 def test_a_load_seen_once_or_twice_still_counts_as_its_neighbour() -> None:
