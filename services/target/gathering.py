@@ -10,6 +10,8 @@ _WEIGHT = 0.2
 _MOST_TIMES = 4.0
 # A draft is waited for until it is late by this share of the usual absence.
 _LATENESS = 0.5
+# What is due within this share of the usual absence is due now.
+_AT_ONCE = 0.01
 # Steps that one loses which misses a step: it is out of phase from then on, not for that step alone.
 _STEPS_LOST = 2.0
 
@@ -58,7 +60,8 @@ class Gathering:
         now, patience = self._clock(), (1 + _LATENESS) * self._usual
         left = [since + patience - now for since in self._away.values() if since + patience > now]
         wait = max(left, default=0.0)
-        # They usually come before patience ends; for those already late the rest of it is all that is known.
-        lateness = _LATENESS * self._usual
-        expected = wait - lateness if wait > lateness else wait
-        return wait if _STEPS_LOST * len(left) * step_seconds > num_ready * expected else 0.0
+        # Until the last is due, as usual; for one already late the rest of patience is all that is known.
+        until_due = wait - _LATENESS * self._usual
+        if until_due > _AT_ONCE * self._usual:
+            wait = until_due
+        return wait if _STEPS_LOST * len(left) * step_seconds > num_ready * wait else 0.0

@@ -108,7 +108,10 @@ class TargetServicer(
         lane = stream.lanes.get(verification.sequence_id)
         proposal = proposal_from_proto(verification.proposal)
         if lane is not None:
-            self._gathering.returned(lane.sequence)
+            if proposal:
+                self._gathering.returned(lane.sequence)
+            else:  # it goes on without, which says nothing of how long drafts take
+                self._gathering.forget(lane.sequence)
             position = len(lane.sequence.token_ids)
             in_step = position == verification.position if proposal else position >= verification.position
             if in_step:

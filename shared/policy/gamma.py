@@ -32,8 +32,11 @@ _NEW_LOAD = 0.25
 _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
 _SURE_FROM = 1.3
-# And at once, but for this pause, where rounds seem to take less than a plain step, which each of them holds.
-_MEASURE_AGAIN_SECONDS = 1.0
+_MEASURE_IF_SURE_EVERY_SECONDS = 60.0
+# And at once where rounds seem to take less than this share of the plain step that each of them holds; but for this
+# pause, which doubles as long as it seems so.
+_IMPOSSIBLE_SHARE = 0.9
+_FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where rounds are under way, so many of them are waited for.
@@ -175,6 +178,7 @@ class GammaController:
         self._trials: dict[int, Trials] = {}
         self._scouts_from = 0.0
         self._num_vain_scouts = 0
+        self._doubt_seconds = _FIRST_DOUBT_SECONDS
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
@@ -319,8 +323,12 @@ class GammaController:
         if now.prefill_bound:
             return best
         if best > 0 and self._rounds_beat_plain_steps(now.load, best):
-            self._measure_if_older(now.load, _MEASURE_AGAIN_SECONDS)
+            if self._measure_if_older(now.load, self._doubt_seconds):
+                self._doubt_seconds *= 2
+        else:
+            self._doubt_seconds = _FIRST_DOUBT_SECONDS
         if best_gain >= _SURE_FROM:
+            self._measure_if_older(now.load, _MEASURE_IF_SURE_EVERY_SECONDS, at_once=False)
             return best
         if best > 0:
             self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
@@ -334,14 +342,14 @@ class GammaController:
     def _rounds_beat_plain_steps(self, load: int, gamma: int) -> bool:
         """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
         seconds = self._round_seconds(load, gamma) * (1 + self._round_overhead(load, gamma))
-        return seconds < self.plain_seconds(load)
+        return seconds < _IMPOSSIBLE_SHARE * self.plain_seconds(load)
 
-    def _measure_if_older(self, load: int, seconds: float) -> bool:
+    def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""
         # Not beside rounds that are under way.
         round_seconds = self._round_seconds(load, self.gamma) * (1 + self._round_overhead(load, self.gamma))
         measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
-        return self._plain.measure_if_older(load, seconds, self._busy_seconds, measured_from)
+        return self._plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once)
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""

@@ -103,9 +103,10 @@ class Overhead:
     def correct(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> None:
         """Measured on purpose, at least once: what should have taken so many seconds took so many."""
         error = median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
+        before = self._nearest(load)
         common, _ = self._estimates(load, gamma)
         share = 1.0 if abs(error) > _LARGE_ERROR else max(_CORRECTION, 1 / (common.count + 1))
-        common.value += share * error
+        common.value = before + share * error
         common.count = max(common.count, _NUM_FEW)
 
     def _estimates(self, load: int, gamma: int) -> tuple[_Estimate, _Estimate]:

@@ -45,9 +45,16 @@ class PlainSteps:
     def seconds(self, load: int) -> float:
         return self._target.seconds(load) * (1 + self.share(load))
 
-    def measure_if_older(self, load: int, seconds: float, busy: float, measured_from: float) -> bool:
-        """Has them measured from then on, if none were seen for so long. Returns whether it does."""
+    def measure_if_older(
+        self, load: int, seconds: float, busy: float, measured_from: float, at_once: bool = True
+    ) -> bool:
+        """Has them measured from then on, if none were seen for so long. Returns whether it does.
+
+        Those never seen are measured `at_once`, or else after so many seconds.
+        """
         bucket = load.bit_length()
+        if not at_once:
+            self._seen_at.setdefault(bucket, busy)
         if busy - self._seen_at.get(bucket, -math.inf) <= seconds:
             return False
         self._num_to_measure, self._measured, self._measured_from = _MEASURED_STEPS, [], measured_from

@@ -251,6 +251,27 @@ def test_plain_steps_that_seem_to_take_longer_than_the_rounds_they_are_part_of_a
     assert gammas[-1] == 0
 
 
+def test_plain_steps_that_do_take_longer_than_rounds_are_measured_ever_less_often() -> None:
+    """Kernels for one row may be slower than those for a few."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.001), clock)
+    sequence = drafting(0.8)
+    measured_at = []
+    while clock.now < 1120:
+        gamma = found.choose(sequence, situation())
+        if found.measuring and (not measured_at or clock.now - measured_at[-1] > 0.5):
+            measured_at.append(clock.now)
+        took = 0.04 if gamma else 0.05
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took, clock.now)
+    assert 3 <= len(measured_at) <= 9
+    pauses = [later - earlier for earlier, later in pairwise(measured_at)]
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(pauses))
+
+
 def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() -> None:
     """The machine is three times as slow all at once: rounds seem not to pay, but plain steps are no better."""
     clock = Clock()

@@ -78,6 +78,14 @@ def test_measured_on_purpose_it_is_believed_at_once_and_later_by_half_unless_it_
     assert 1 + found.share(8, 0) == pytest.approx(1)
 
 
+def test_measured_on_purpose_a_load_seen_once_or_twice_is_what_was_measured() -> None:
+    """And not that, beyond what it was taken for by its neighbour's."""
+    found = learnt((8, 0, EXPECTED))
+    found.observe(7, 0, EXPECTED, EXPECTED, 1.0)
+    found.correct(7, 0, [(EXPECTED, EXPECTED)])
+    assert found.share(7, 0) == pytest.approx(0, abs=0.01)
+
+
 def test_a_load_seen_once_or_twice_still_counts_as_its_neighbour() -> None:
     found = learnt((8, 3, EXPECTED))
     found.observe(7, 3, EXPECTED, EXPECTED, 1.0)
