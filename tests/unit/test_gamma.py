@@ -256,7 +256,7 @@ def test_plain_steps_that_do_take_longer_than_rounds_are_measured_ever_less_ofte
     clock = Clock()
     found = controller(flat(0.05), flat(0.001), clock)
     sequence = drafting(0.8)
-    measured_at = []
+    measured_at: list[float] = []
     while clock.now < 1120:
         gamma = found.choose(sequence, situation())
         if found.measuring and (not measured_at or clock.now - measured_at[-1] > 0.5):
