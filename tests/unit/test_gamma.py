@@ -272,6 +272,25 @@ def test_plain_steps_that_do_take_longer_than_rounds_are_measured_ever_less_ofte
     assert all(later > 1.5 * earlier for earlier, later in pairwise(pauses))
 
 
+def test_however_sure_drafting_seems_plain_steps_are_measured_once_a_minute() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.001), clock)
+    sequence = drafting(0.9)
+    measured_at: list[float] = []
+    while clock.now < 1200:
+        gamma = found.choose(sequence, situation())
+        if found.measuring and (not measured_at or clock.now - measured_at[-1] > 10):
+            measured_at.append(clock.now)
+        took = 0.05 + gamma * 0.001
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took, clock.now)
+    assert len(measured_at) == 3
+    assert all(55 < later - earlier < 65 for earlier, later in pairwise(measured_at))
+
+
 def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() -> None:
     """The machine is three times as slow all at once: rounds seem not to pay, but plain steps are no better."""
     clock = Clock()

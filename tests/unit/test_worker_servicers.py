@@ -376,6 +376,16 @@ async def test_a_step_waits_for_a_sequence_whose_round_ended_until_it_speaks_aga
         assert away.wait == 0.0, "before the warm-up"
 
 
+async def test_one_that_goes_on_without_a_draft_says_nothing_of_how_long_drafts_take() -> None:
+    away = Away()
+    for position, num_draft_tokens, absence in ((5, 2, 1.0), (6, 0, 0.001), (7, 2, 0.0)):
+        away.now += absence
+        away.servicer._on_request(away.stream, away.verify(position, num_draft_tokens))
+        step(away.servicer)
+    away.begin(away.other, 2)
+    assert away.wait == pytest.approx(1.0)
+
+
 async def test_a_round_with_more_steps_granted_behind_it_is_not_waited_for() -> None:
     away = Away()
     away.servicer._on_request(away.stream, away.verify(position=5, num_steps=2))
