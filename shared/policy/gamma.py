@@ -341,13 +341,12 @@ class GammaController:
 
     def _rounds_beat_plain_steps(self, load: int, gamma: int) -> bool:
         """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
-        seconds = self._round_seconds(load, gamma) * (1 + self._round_overhead(load, gamma))
-        return seconds < _IMPOSSIBLE_SHARE * self.plain_seconds(load)
+        return self._learnt_round_seconds(load, gamma) < _IMPOSSIBLE_SHARE * self.plain_seconds(load)
 
     def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""
         # Not beside rounds that are under way.
-        round_seconds = self._round_seconds(load, self.gamma) * (1 + self._round_overhead(load, self.gamma))
+        round_seconds = self._learnt_round_seconds(load, self.gamma)
         measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
         return self._plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once)
 
@@ -394,6 +393,10 @@ class GammaController:
         verify = self._target.seconds(load * (gamma + 1)) - plain
         seconds = self.plain_seconds(load) if share is None else plain * (1 + share)
         return seconds + verify + gamma * self._draft.seconds(load)
+
+    def _learnt_round_seconds(self, load: int, gamma: int) -> float:
+        """What a round of everybody takes, as far as was seen: R."""
+        return self._round_seconds(load, gamma) * (1 + self._round_overhead(load, gamma))
 
     def _round_overhead(self, load: int, gamma: int) -> float:
         """Of rounds; a bad one is forgotten while there are none."""

@@ -22,7 +22,7 @@ _NUM_IN_A_ROW = 4.0
 _NUM_FEW = 16.0
 # So many measurements of a load say more than those of others.
 _NUM_KNOWN = 3.0
-# How much a measurement on purpose counts, unless it is off by so much: then all of it.
+# How much a measurement on purpose counts; one with a large error counts wholly.
 _CORRECTION = 0.5
 
 
