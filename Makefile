@@ -11,7 +11,7 @@ STUBS := protos/outrider/v1/inference_pb2.py
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'up, test and bench pass ARGS on: make up ARGS="--num-targets 2"'
+	@echo 'up, test, simulate and bench pass ARGS on: make up ARGS="--num-targets 2"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
 
@@ -35,7 +35,7 @@ protos: $(INSTALLED) ## Generate the Python stubs from protos/.
 simulate: setup ## Simulate the γ policy over a grid of services; takes most of an hour.
 	$(BIN)/python -m tests.benchmarks.gamma_grid $(ARGS)
 
-bench: setup ## Measure against transformers; prints a table.
+bench: setup ## Measure against transformers; prints two tables for each pair.
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 clean: ## Remove generated stubs, caches and benchmark models; .venv stays.

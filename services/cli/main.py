@@ -21,6 +21,7 @@ from services.draft.settings import DraftSettings
 from services.router.settings import RouterSettings
 from services.target.settings import TargetSettings
 from shared.engine.settings import EngineSettings
+from shared.rpc.server import BindError
 from shared.settings import EXIT_CONFIG, ServiceSettings, StartupError
 from shared.worker.failure import EXIT_FAILED, WorkerFailed
 
@@ -90,10 +91,10 @@ def main(arguments: list[str] | None = None) -> None:
     """
     try:
         app(args=arguments)
-    except (StartupError, WorkerFailed) as error:
+    except (StartupError, BindError, WorkerFailed) as error:
         logging.shutdown()
         print(f"outrider: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_CONFIG if isinstance(error, StartupError) else EXIT_FAILED) from None
+        raise SystemExit(EXIT_FAILED if isinstance(error, WorkerFailed) else EXIT_CONFIG) from None
 
 
 if __name__ == "__main__":

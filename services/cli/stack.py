@@ -20,6 +20,8 @@ from shared.settings import StartupError
 
 LOOPBACK = "127.0.0.1"
 
+_REDIS_WATCH_SECONDS = 0.5
+
 # Of one machine's or device's memory: what all workers may take, and the drafter, which is the smaller model.
 _MEMORY_SHARE = 0.9
 _DRAFT_MEMORY_SHARE = 0.2
@@ -63,6 +65,7 @@ class Stack:
         self._log_sink = log
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._redis: RedisServer | None = None
+        self._keeping_redis: asyncio.Task[None] | None = None
 
     @property
     def redis(self) -> RedisServer:
@@ -77,6 +80,7 @@ class Stack:
     async def __aenter__(self) -> Self:
         try:
             self._start_redis()
+            self._keeping_redis = asyncio.create_task(self._keep_redis(self.redis), name="redis")
             workers = self._make_processes()
             await self._start(workers)
             await self._start(["router"])
@@ -111,6 +115,9 @@ class Stack:
             for process in self.processes.values():
                 process.abandon()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            if self._keeping_redis is not None:
+                self._keeping_redis.cancel()
+                await asyncio.gather(self._keeping_redis, return_exceptions=True)
             if self._redis is not None:
                 self._redis.stop()
 
@@ -120,6 +127,19 @@ class Stack:
             self._redis.start()
         except RedisServerError as error:
             raise StartupError(str(error)) from error
+
+    async def _keep_redis(self, redis: RedisServer) -> None:
+        """Starts Redis again, at the same address, whenever it dies; the workers publish their blocks again."""
+        while True:
+            await asyncio.sleep(_REDIS_WATCH_SECONDS)
+            if redis.pid is not None:
+                continue
+            self._log("stack", "redis ended; starting it again")
+            try:
+                # One start that is cut off must not be left behind by the stop that follows.
+                await asyncio.shield(asyncio.to_thread(redis.start))
+            except RedisServerError as error:
+                self._log("stack", f"redis: {error}")
 
     async def _start(self, names: Sequence[str]) -> None:
         """Starts processes and waits until all are SERVING. Raises StartupError if one, or an earlier one, fails."""

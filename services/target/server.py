@@ -77,6 +77,10 @@ class TargetServicer(
     def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> list[target_pb2.StepResult]:
         """Begins a sequence and its forks; if that cannot be, a result for each of them."""
         sequence_ids = [prefill.sequence_id, *(fork.sequence_id for fork in prefill.forks)]
+        if len(set(sequence_ids)) < len(sequence_ids) or not prefill.token_ids:
+            # A router's mistake must cost no other router its sequences.
+            logger.error("malformed prefill", extra={"sequences": sequence_ids, "tokens": len(prefill.token_ids)})
+            return [_refusal(id, target_pb2.STEP_STATUS_FAILED) for id in dict.fromkeys(sequence_ids)]
         params = params_from_proto(prefill.params)
         num_output_tokens = len(prefill.token_ids) - prefill.num_prompt_tokens
         if len(prefill.token_ids) + params.max_tokens - num_output_tokens > self.engine.max_context:

@@ -16,6 +16,7 @@ from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
 from shared.engine.packed_llama import PackedLlama
+from shared.engine.source import check_source
 from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ class CausalLM:
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise StartupError(f"device {device!r} was asked for, but this machine has no CUDA device")
+        check_source(source)
         folder = Path(source)
-        if (folder.is_absolute() or source.startswith(".")) and not (folder / "config.json").is_file():
+        if folder.is_dir() and not (folder / "config.json").is_file():
             raise StartupError(f"model folder {source} has no config.json")
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

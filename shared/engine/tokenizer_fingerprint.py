@@ -8,18 +8,24 @@ from collections.abc import Mapping
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from shared.engine.source import check_source
+from shared.settings import StartupError
 
-class TokenizerLoadError(ValueError):
+_MAX_REASON_CHARS = 300
+
+
+class TokenizerLoadError(StartupError):
     """A tokenizer that cannot be loaded; the message is one line that names it and the reason."""
 
 
 def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer of a local folder or hub name. Raises TokenizerLoadError."""
+    """The Hugging Face tokenizer of a local folder or hub name. Raises TokenizerLoadError, StartupError."""
+    check_source(path_or_name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path_or_name)
     except Exception as error:  # a broken tokenizer.json raises no narrower type
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        # All of it in one line: some messages say what is wrong in the second.
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
         raise TokenizerLoadError(f"cannot load the tokenizer of {path_or_name!r}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or len(tokenizer) == 0:
         raise TokenizerLoadError(f"cannot load the tokenizer of {path_or_name!r}: it has no vocabulary")

@@ -234,7 +234,7 @@ def test_a_broken_folder_is_refused_in_one_line(damage: Callable[[Path], None], 
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"no config\.json"):
+    with pytest.raises(StartupError, match=r"there is no model folder .*nothing here"):
         CausalLM.load(str(tmp_path / "nothing here"), "cpu", "auto")
 
 

@@ -15,6 +15,7 @@ from services.cli.main import app, main
 from services.draft.settings import DraftSettings
 from services.router.settings import RouterSettings
 from services.target.settings import TargetSettings
+from shared.rpc.server import BindError
 from shared.settings import ServiceSettings, StartupError
 
 SERVICES = (RouterSettings, TargetSettings, DraftSettings)
@@ -80,14 +81,15 @@ def test_a_wrong_setting_ends_with_one_line(
     assert capsys.readouterr() == ("", complaint)
 
 
+@pytest.mark.parametrize("error", [StartupError, BindError])
 def test_a_service_gets_its_settings_and_its_startup_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
     served: list[ServiceSettings] = []
 
     async def serve(settings: ServiceSettings) -> None:
         served.append(settings)
-        raise StartupError("model folder /nowhere has no config.json")
+        raise error("model folder /nowhere has no config.json")
 
     server = ModuleType("services.draft.server")
     monkeypatch.setattr(server, "serve", serve, raising=False)

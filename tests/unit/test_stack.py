@@ -55,12 +55,25 @@ class NoRedis:
 
     url = "redis://:secret@127.0.0.1:1/0"
     running = 0
+    pid: int | None = 1
 
     def start(self) -> None:
         NoRedis.running += 1
+        NoRedis.pid = 1
 
     def stop(self) -> None:
         NoRedis.running -= 1
+
+
+async def test_redis_is_started_again_when_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.stack._REDIS_WATCH_SECONDS", 0.01)
+    async with Stack(StackSettings(port=0)) as stack:
+        NoRedis.pid = None
+        async with asyncio.timeout(10):
+            while NoRedis.running < 2:  # noqa: ASYNC110 - another thread starts it
+                await asyncio.sleep(0.01)
+        assert ("stack", "redis ended; starting it again") in stack.lines
+    NoRedis.running = 0
 
 
 def started(stack: Stack) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from shared.engine.tokenizer_fingerprint import (
     tokenizer_fingerprint,
     vocabulary_fingerprint,
 )
+from shared.settings import StartupError
 from tests.support.models import DEMO_DRAFT, DEMO_TARGET
 
 
@@ -52,12 +53,16 @@ def test_one_changed_token_is_told_apart(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(str(folder)) != tokenizer_fingerprint(str(DEMO_TARGET))
 
 
-@pytest.mark.parametrize("damage", ["missing folder", "no tokenizer", "no json", "wrong json"])
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "path/or/hub-name", "not a name"])
+def test_what_is_no_model_is_not_looked_for_on_the_hub(source: str) -> None:
+    with pytest.raises(StartupError, match=f"^there is no model folder {source}$"):
+        tokenizer_fingerprint(source)
+
+
+@pytest.mark.parametrize("damage", ["no tokenizer", "no json", "wrong json"])
 def test_what_cannot_be_loaded_is_named_in_one_line(tmp_path: Path, damage: str) -> None:
     folder = _copy(tmp_path)
-    if damage == "missing folder":
-        folder = tmp_path / "not" / "there"
-    elif damage == "no tokenizer":
+    if damage == "no tokenizer":
         (folder / "tokenizer.json").unlink()
     elif damage == "no json":
         (folder / "tokenizer.json").write_bytes(b"\xff{")
