@@ -32,8 +32,11 @@ LOAD_SECONDS = 120.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
-    async with running_stack(num_targets=2) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        # How long Redis is away is for the test to say.
+        patch.setattr("services.cli.stack._REDIS_WATCH_SECONDS", 3600.0)
+        async with running_stack(num_targets=2) as running:
+            yield running
 
 
 class Load:
