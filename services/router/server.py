@@ -12,15 +12,21 @@ from typing import Any, Final, TypeVar
 import grpc
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.router.admission import Admission
-from services.router.fleet import Fleet
-from services.router.request import ModelLimits, check_generate, check_tokenize, parse_tokenize, tokenize_generate
-from services.router.session import Session
+from services.router.clients.admission import Admission
+from services.router.clients.request import (
+    ModelLimits,
+    check_generate,
+    check_tokenize,
+    parse_tokenize,
+    tokenize_generate,
+)
+from services.router.clients.tenants import Tenants
+from services.router.clients.usage import UsageMeter
+from services.router.generation.session import Session
 from services.router.settings import RouterSettings
-from services.router.tenants import Tenants
-from services.router.tokenizer import TextTokenizer
-from services.router.tokenizer_pool import TokenizerPool
-from services.router.usage import UsageMeter
+from services.router.text.tokenizer import TextTokenizer
+from services.router.text.tokenizer_pool import TokenizerPool
+from services.router.workers.fleet import Fleet
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.rpc.deadline import remaining
 from shared.rpc.edge import request_bytes

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.router import draft_link
-from services.router.draft_link import DraftLink
+from services.router.workers import draft_link
+from services.router.workers.draft_link import DraftLink
 from shared.policy.gamma import GammaController
 from shared.policy.step_costs import StepCosts
 from tests.support.fake_workers import STEP_SECONDS, Answer, plain_output

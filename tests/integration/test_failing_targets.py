@@ -8,9 +8,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from services.router import breaker, draft_link, silence
-from services.router import fleet as fleet_module
 from services.router import server as router_server
+from services.router.workers import breaker, draft_link, silence
+from services.router.workers import fleet as fleet_module
 from shared.rpc.channel import connect
 from shared.rpc.errors import Internal
 from shared.rpc.options import MAX_MESSAGE_BYTES

@@ -11,12 +11,12 @@ import grpc
 import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.router import chunk_queue
-from services.router.chunk_queue import ChunkQueue
-from services.router.request import ModelLimits, parse_generate
-from services.router.session import Session
-from services.router.tokenizer import TextTokenizer
-from services.router.usage import UsageMeter
+from services.router.clients import chunk_queue
+from services.router.clients.chunk_queue import ChunkQueue
+from services.router.clients.request import ModelLimits, parse_generate
+from services.router.clients.usage import UsageMeter
+from services.router.generation.session import Session
+from services.router.text.tokenizer import TextTokenizer
 from shared.rpc import edge
 from shared.rpc.channel import connect
 from shared.rpc.options import CHANNEL_OPTIONS

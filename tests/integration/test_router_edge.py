@@ -16,13 +16,13 @@ import grpc
 import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.router import fleet as fleet_module
 from services.router import server as router_server
-from services.router.fleet import Fleet
-from services.router.request import check_generate
+from services.router.clients.request import check_generate
+from services.router.clients.tenants import Tenants
 from services.router.settings import RouterSettings
-from services.router.tenants import Tenants
-from services.router.tokenizer import TextTokenizer
+from services.router.text.tokenizer import TextTokenizer
+from services.router.workers import fleet as fleet_module
+from services.router.workers.fleet import Fleet
 from shared.rpc.channel import connect
 from shared.settings import StartupError
 from tests.support.fake_workers import FakeDrafter, FakeTarget

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.router.fleet import Fleet
+from services.router.clients.tenants import Tenants
 from services.router.server import InferenceServicer
 from services.router.settings import RouterSettings
-from services.router.tenants import Tenants
-from services.router.tokenizer import TextTokenizer
+from services.router.text.tokenizer import TextTokenizer
+from services.router.workers.fleet import Fleet
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
 from shared.rpc.channel import connect
 from shared.rpc.server import RpcServer

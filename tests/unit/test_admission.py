@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.router.admission import Admission
+from services.router.clients.admission import Admission
 from shared.rpc.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 
 

@@ -172,6 +172,9 @@ def test_what_computes_knows_no_queues(module: str) -> None:
         ("shared.rpc", ("shared.rpc", "shared.telemetry")),
         ("shared.telemetry", ("shared.telemetry",)),
         ("shared.models", ("shared.models",)),
+        ("services.router.text", ("services.router.text", "shared")),
+        ("services.router.clients", ("services.router.clients", "services.router.text", "shared")),
+        ("services.router.workers", ("services.router.workers", "shared")),
     ],
 )
 def test_folders_import_what_they_say(folder: str, allowed: tuple[str, ...]) -> None:

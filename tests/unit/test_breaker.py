@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from services.router.breaker import CircuitBreaker
+from services.router.workers.breaker import CircuitBreaker
 
 
 class Clock:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from outrider.v1 import inference_pb2
 
-from services.router import chunk_queue
-from services.router.chunk_queue import ChunkQueue
+from services.router.clients import chunk_queue
+from services.router.clients.chunk_queue import ChunkQueue
 from shared.rpc.errors import Aborted
 
 SIZE = 1000

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from services.router.detokenizer import Detokenizer
-from services.router.stop_strings import StopStrings
-from services.router.tokenizer import TextTokenizer
+from services.router.text.detokenizer import Detokenizer
+from services.router.text.stop_strings import StopStrings
+from services.router.text.tokenizer import TextTokenizer
 from tests.support.models import DEMO_TARGET
 
 _T = TypeVar("_T")

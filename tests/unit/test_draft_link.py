@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from outrider.v1 import draft_pb2, worker_pb2
 
-from services.router import draft_link
-from services.router.draft_link import DraftLane, DraftLink
+from services.router.workers import draft_link
+from services.router.workers.draft_link import DraftLane, DraftLink
 from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.router import outbox as outbox_module
-from services.router.outbox import Outbox
+from services.router.workers import outbox as outbox_module
+from services.router.workers.outbox import Outbox
 from shared.rpc.errors import Internal
 from shared.rpc.options import MAX_MESSAGE_BYTES
 from shared.worker.bundles import BUNDLE_BYTES

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.router.placement import WorkerLoad, choose
+from services.router.workers.placement import WorkerLoad, choose
 from shared.rpc.errors import Unavailable
 
 

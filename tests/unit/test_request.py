@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 from outrider.v1 import inference_pb2 as pb
 
-from services.router.request import GenerateOptions, ModelLimits, parse_generate, parse_tokenize
-from services.router.tokenizer import TextTokenizer
+from services.router.clients.request import GenerateOptions, ModelLimits, parse_generate, parse_tokenize
+from services.router.text.tokenizer import TextTokenizer
 from shared.engine.tokenizer_fingerprint import load_tokenizer
 from shared.rpc.errors import InvalidArgument
 from shared.sampling.params import SamplingParams

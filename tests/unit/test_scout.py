@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 from outrider.v1 import worker_pb2
 
-from services.router.draft_link import DraftLane
-from services.router.scout import Scout
+from services.router.generation.scout import Scout
+from services.router.workers.draft_link import DraftLane
 from shared.policy.gamma import Drafting
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.silence import Silence
+from services.router.workers.silence import Silence
 
 TICK = 0.5
 

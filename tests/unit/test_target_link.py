@@ -8,7 +8,7 @@ import random
 import pytest
 from outrider.v1 import target_pb2, worker_pb2
 
-from services.router.target_link import Backlog, LaneResult, TargetLane, TargetLink, WorkerLost
+from services.router.workers.target_link import Backlog, LaneResult, TargetLane, TargetLink, WorkerLost
 from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 

@@ -7,7 +7,7 @@ import hmac
 
 import pytest
 
-from services.router.tenants import Tenants
+from services.router.clients.tenants import Tenants
 from shared.rpc.errors import Unauthenticated
 
 _TENANTS = Tenants({"key-a": "acme", "key-b": "globex", "key-a2": "acme"}, secret=b"deployment")

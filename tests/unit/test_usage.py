@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.router import usage as usage_module
-from services.router.usage import UsageMeter
+from services.router.clients import usage as usage_module
+from services.router.clients.usage import UsageMeter
 
 
 class Recorder:

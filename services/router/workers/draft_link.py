@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
 
-from services.router.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
+from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
 from shared.sampling.params import SamplingParams
 from shared.worker.messages import params_to_proto
 

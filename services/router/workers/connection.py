@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from outrider.v1 import worker_pb2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from services.router.outbox import Outbox
+from services.router.workers.outbox import Outbox
 from shared.policy.step_costs import StepCosts
 from shared.rpc.channel import connect
 from shared.settings import StartupError

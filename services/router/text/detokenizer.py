@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from services.router.stop_strings import StopStrings
-from services.router.tokenizer import TextTokenizer
+from services.router.text.stop_strings import StopStrings
+from services.router.text.tokenizer import TextTokenizer
 
 # How bytes decode that are not (yet) a character.
 _REPLACEMENT = "\ufffd"

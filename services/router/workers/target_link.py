@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import grpc
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 
-from services.router.breaker import CircuitBreaker
-from services.router.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
-from services.router.placement import WorkerLoad
-from services.router.silence import Silence
+from services.router.workers.breaker import CircuitBreaker
+from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
+from services.router.workers.placement import WorkerLoad
+from services.router.workers.silence import Silence
 from shared.sampling.params import SamplingParams
 from shared.worker.messages import params_to_proto
 

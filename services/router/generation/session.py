@@ -11,15 +11,15 @@ from contextlib import suppress
 from opentelemetry import trace
 from outrider.v1 import inference_pb2, target_pb2
 
-from services.router.chunk_queue import ChunkQueue, Write
-from services.router.detokenizer import Detokenizer
-from services.router.draft_link import DraftLane
-from services.router.fleet import Fleet
-from services.router.request import GenerateOptions
-from services.router.scout import Scout
-from services.router.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
-from services.router.tokenizer import TextTokenizer
-from services.router.usage import UsageMeter
+from services.router.clients.chunk_queue import ChunkQueue, Write
+from services.router.clients.request import GenerateOptions
+from services.router.clients.usage import UsageMeter
+from services.router.generation.scout import Scout
+from services.router.text.detokenizer import Detokenizer
+from services.router.text.tokenizer import TextTokenizer
+from services.router.workers.draft_link import DraftLane
+from services.router.workers.fleet import Fleet
+from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
 from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import GRANTED_STEPS, Pace, enough_granted
 from shared.rpc.errors import Unavailable

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from outrider.v1 import inference_pb2
 
-from services.router.tokenizer import ChatTemplateError, TextTokenizer
+from services.router.text.tokenizer import ChatTemplateError, TextTokenizer
 from shared.rpc.errors import InvalidArgument
 from shared.sampling.params import SamplingParams
 

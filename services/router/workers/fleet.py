@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 
 from outrider.v1 import worker_pb2
 
-from services.router.connection import WorkerRefused, step_costs
-from services.router.draft_link import DraftLink
-from services.router.placement import choose
-from services.router.target_link import TargetLink
+from services.router.workers.connection import WorkerRefused, step_costs
+from services.router.workers.draft_link import DraftLink
+from services.router.workers.placement import choose
+from services.router.workers.target_link import TargetLink
 from shared.policy.gamma import GammaController
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.index import PrefixIndex
