@@ -57,6 +57,25 @@ class KVPool:
         """Bytes of one position's key and value in one layer."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.data.element_size()
 
+    @property
+    def block_num_bytes(self) -> int:
+        """Bytes of one block: block b is the range from b times this of `data`'s memory on."""
+        return self.data[0].numel() * self.data.element_size()
+
+    def read_block(self, block: int) -> bytes:
+        """The bytes of a block, which nobody may be writing to."""
+        return self.data[block].cpu().view(-1).view(torch.uint8).numpy().tobytes()
+
+    def write_block(self, block: int, payload: bytes | bytearray | memoryview) -> None:
+        """Puts the bytes of another pool's block into this one, which nobody else may be using.
+
+        Raises ValueError for a payload of another length.
+        """
+        if len(payload) != self.block_num_bytes:
+            raise ValueError(f"a block has {self.block_num_bytes} bytes, the payload {len(payload)}")
+        incoming = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self.data.dtype)
+        self.data[block].copy_(incoming.view(self.data[block].shape))
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any is written."""
         if copies:
