@@ -3,7 +3,8 @@
 One counter drives everything (as in vLLM v1): a sequence has tokens it knows and `num_computed_tokens` that
 must catch up. A step takes verifications and decodes first, then fills its token budget with prefill chunks
 (SARATHI, Agrawal et al. 2023). Out of blocks, or of places for more sequences, what a drafter keeps for a
-sequence that nobody waits for goes first; then the youngest sequence is preempted. Either is recomputed later.
+sequence that nobody waits for goes first, then blocks that came from other workers for sequences that have not begun;
+then the youngest sequence is preempted. All of it is recomputed later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from shared.engine.block_pool import BlockPool, OutOfBlocks
+from shared.engine.kv_export import Exports
+from shared.engine.kv_import import Imports, KVImport
 from shared.engine.sequence import Sequence
 from shared.prefix.block_hash import hash_blocks
 from shared.sampling.sampled import SampledTokens
@@ -66,6 +69,8 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._running: dict[Sequence, None] = {}  # hold blocks
         self._waiting: dict[Sequence, None] = {}  # hold none, oldest first
+        self.exports = Exports(pool, block_size)
+        self.imports = Imports(pool, block_size)
         self._arrivals = count()
         self._num_steps = 0
 
@@ -83,7 +88,8 @@ class Scheduler:
 
     def ready(self) -> tuple[int, int]:
         """How many sequences have something to compute, and how many tokens of it the next step could hold."""
-        pending = [sequence.num_pending_tokens for sequence in self.sequences() if sequence.num_pending_tokens > 0]
+        able = (sequence for sequence in self.sequences() if not sequence.awaits_import)
+        pending = [sequence.num_pending_tokens for sequence in able if sequence.num_pending_tokens > 0]
         return len(pending), min(sum(pending), self.max_batch_tokens)
 
     def sequences(self) -> Iterable[Sequence]:
@@ -91,8 +97,17 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Takes in a sequence with its forks; each gets its blocks when a step has room for it."""
-        sequence.arrival = next(self._arrivals)
-        self._waiting[sequence] = None
+        if sequence.kv_import is None:
+            sequence.arrival = next(self._arrivals)
+        else:
+            # It came when its KV was sent for.
+            sequence.arrival = sequence.kv_import.arrival
+            self.imports.waits(sequence.kv_import)
+        self._wait(sequence)
+
+    def begin_import(self, token_ids: List[int], root_hash: bytes) -> KVImport:
+        """KV of these committed tokens, of their full blocks at least, is to come from elsewhere."""
+        return self.imports.begin(hash_blocks(token_ids, self.block_size, root_hash), next(self._arrivals))
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence and drops its blocks; unknown ones are ignored. Forks that have not split off yet
@@ -100,8 +115,11 @@ class Scheduler:
         if sequence in self._running:
             del self._running[sequence]
             self._release(sequence)
+            self.exports.ended(sequence)
         elif sequence in self._waiting:
             del self._waiting[sequence]
+            self._leave_import(sequence)
+            self.exports.ended(sequence)
         else:
             for parent in self.sequences():
                 if sequence in parent.forks:
@@ -126,9 +144,10 @@ class Scheduler:
         for sequence in list(self._waiting):
             if budget <= 0:
                 break
-            if sequence.num_pending_tokens > 0:
-                while not (admitted := self._admit(sequence)) and (idle := self._idle_draft()) is not None:
-                    self._preempt(idle, plan)
+            if sequence.num_pending_tokens > 0 and not sequence.awaits_import:
+                admitted = self._admit(sequence)
+                while not admitted and self._make_room(sequence, plan):
+                    admitted = self._admit(sequence)
                 if not admitted:
                     break
                 budget -= self._schedule_running(sequence, budget, plan)
@@ -148,6 +167,7 @@ class Scheduler:
                 gained.append((sequence, sequence.advance(next(outcomes))))
             self._register_blocks(sequence)
             self._drop_surplus_blocks(sequence)
+            self.exports.computed(sequence)
             if sequence.finish is not None:
                 self.remove(sequence)
             else:
@@ -156,7 +176,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Proves that blocks are conserved. Raises AssertionError."""
-        self.pool.check(sequence.block_table for sequence in self.sequences())
+        tables = (sequence.block_table for sequence in self.sequences())
+        self.pool.check(chain(tables, self.exports.tables(), self.imports.tables()))
         assert not any(sequence.block_table for sequence in self._waiting), "a waiting sequence owns blocks"
 
     def _schedule_running(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
@@ -176,6 +197,8 @@ class Scheduler:
                 copies = self._prepare_blocks(sequence, start, start + num_tokens)
                 break
             except OutOfBlocks:
+                if self._idle_draft() is None and self.imports.surrender(-1):
+                    continue
                 victim = self._idle_draft() or max(self._running, key=lambda other: other.arrival)
                 returned += self._preempt(victim, plan)
                 if victim is sequence:
@@ -207,6 +230,13 @@ class Scheduler:
         num_full = (len(sequence.token_ids) - 1) // self.block_size
         hashes = self._hashes(sequence, len(sequence.token_ids))[:num_full]
         prefix = self.pool.match(hashes)
+        num_full, num_cached = len(prefix), len(prefix) * self.block_size
+        imported = sequence.kv_import
+        # Of a prompt computed elsewhere the last block, partly filled, has come as well.
+        whole = imported is not None and imported.num_held == num_full and imported.num_tokens < len(sequence.token_ids)
+        if imported is not None and imported.tail is not None and whole:
+            prefix = [*prefix, imported.tail]
+            num_cached = imported.num_tokens
         num_known = sequence.num_computed_tokens + sequence.num_pending_tokens
         num_needed = -(-num_known // self.block_size) - len(prefix)
         if num_needed + self.pool.num_unowned(prefix) > self.pool.num_allocatable:
@@ -215,8 +245,9 @@ class Scheduler:
         self._running[sequence] = None
         self.pool.acquire(prefix)
         sequence.block_table = prefix
-        sequence.num_computed_tokens = sequence.num_cached_tokens = len(prefix) * self.block_size
-        sequence.num_registered_blocks = len(prefix)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached
+        sequence.num_registered_blocks = num_full
+        self._leave_import(sequence)
         self._split_forks(sequence)  # of one token, or all in cache: nothing is left to compute together
         return True
 
@@ -231,9 +262,30 @@ class Scheduler:
         del self._running[sequence]
         self._release(sequence)
         sequence.num_wanted_tokens = 0
-        waiting = sorted([sequence, *self._waiting], key=lambda other: other.arrival)
-        self._waiting = dict.fromkeys(waiting)
+        self._wait(sequence)
         return returned
+
+    def _wait(self, sequence: Sequence) -> None:
+        waiting = [*self._waiting, sequence]
+        if len(waiting) > 1 and waiting[-2].arrival > sequence.arrival:
+            waiting.sort(key=lambda other: other.arrival)
+            self._waiting = dict.fromkeys(waiting)
+        else:
+            self._waiting[sequence] = None
+
+    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """For a waiting sequence, at the cost of what can better wait; whether there was any."""
+        idle = self._idle_draft()
+        if idle is None:
+            return self.imports.surrender(sequence.arrival)
+        self._preempt(idle, plan)
+        return True
+
+    def _leave_import(self, sequence: Sequence) -> None:
+        """It has its blocks, or never will."""
+        imported, sequence.kv_import = sequence.kv_import, None
+        if imported is not None:
+            self.imports.adopted(imported)
 
     def _idle_draft(self) -> Sequence | None:
         """Of the drafting sequences that hold blocks and that nobody waits for, the one idle for longest.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 
+from shared.engine.kv_import import KVImport
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import SampledTokens
@@ -24,7 +25,8 @@ class Sequence:
     `token_ids` are the committed tokens; in a drafter they go on with its own draws, and only the first
     `num_committed` are committed. `proposal` holds draft tokens to verify behind them. `num_steps` is how
     often the sequence may still sample before its owner must speak again; with none left its KV is only
-    computed up to `num_wanted_tokens`. `token_counts` counts `token_ids` where the request has penalties.
+    computed up to `num_wanted_tokens`. `token_counts` counts `token_ids` where the request has penalties. `kv_import`
+    is what comes from another worker, to begin with.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Sequence:
         self.num_wanted_tokens = 0
         self.proposal: Proposal = EMPTY_PROPOSAL
         self.forks: list[Sequence] = []
+        self.kv_import: KVImport | None = None
         self.finish: Finish | None = None
         # Kept by the scheduler.
         self.arrival = 0
@@ -64,6 +67,11 @@ class Sequence:
         if self.num_steps > 0:
             return len(self.token_ids) + len(self.proposal) - self.num_computed_tokens
         return max(0, self.num_wanted_tokens - self.num_computed_tokens)
+
+    @property
+    def awaits_import(self) -> bool:
+        """Whether its KV is on the way: until it is here, or will not come, nothing of it is computed."""
+        return self.kv_import is not None and not self.kv_import.ended
 
     @property
     def num_rows(self) -> int:
