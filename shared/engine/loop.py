@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from shared.engine.engine import Engine, StepOutcome
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # What a step gets to end in when the thread is told to.
 _STOP_SECONDS = 10.0
@@ -47,6 +51,29 @@ class EngineLoop:
     def submit(self, request: Callable[[], None]) -> None:
         """Has `request` run on the engine's thread before its next step, where it may touch the scheduler."""
         self._requests.put(request)
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """What `question` returns, or raises, on the engine's thread, as with `submit`.
+
+        It runs whether or not this is cancelled before.
+        """
+        asyncio_loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = asyncio_loop.create_future()
+
+        def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+            if not answer.done():  # by cancellation
+                set_outcome(outcome)
+
+        def run() -> None:
+            try:
+                result = question()
+            except Exception as error:
+                asyncio_loop.call_soon_threadsafe(settle, answer.set_exception, error)
+            else:
+                asyncio_loop.call_soon_threadsafe(settle, answer.set_result, result)
+
+        self.submit(run)
+        return await answer
 
     def stop(self) -> None:
         """Ends the thread after the step it is in. One that hangs is left behind: it ends with the process."""

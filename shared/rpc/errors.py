@@ -8,6 +8,7 @@
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Unauthenticated       UNAUTHENTICATED
     ├── PermissionDenied      PERMISSION_DENIED
+    ├── NotFound              NOT_FOUND            no such ticket, or not any more
     ├── FailedPrecondition    FAILED_PRECONDITION
     └── Internal              INTERNAL             a bug
 
@@ -101,6 +102,12 @@ class PermissionDenied(OutriderError):
     """The caller is known and may not do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class NotFound(OutriderError):
+    """What the call names is not here, or not any more."""
+
+    code = grpc.StatusCode.NOT_FOUND
 
 
 class FailedPrecondition(OutriderError):

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
-T = TypeVar("T")
 
 
 class WorkerServicer(ABC, Generic[Request, Response]):
@@ -87,7 +86,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.WorkerInfo:
         # By the engine's thread: a worker whose engine hangs must not pass for one that serves.
-        return await self._on_engine(self._info)
+        return await self._loop().ask(self._info)
 
     def _info(self) -> worker_pb2.WorkerInfo:
         engine = self.engine
@@ -121,7 +120,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
                 num_sequences=len(self._lanes),
             )
 
-        return await self._on_engine(look)
+        return await self._loop().ask(look)
 
     async def drain(self) -> None:
         """Takes no new sequences, and returns when those here have ended and the streams are told so."""
@@ -197,23 +196,3 @@ class WorkerServicer(ABC, Generic[Request, Response]):
                 loop.submit(lambda request=request: self._on_request(stream, request))  # type: ignore[misc]
         finally:
             stream.end()
-
-    async def _on_engine(self, look: Callable[[], T]) -> T:
-        """What `look` returns, or raises, on the engine's thread."""
-        asyncio_loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
-            if not answer.done():  # by cancellation
-                set_outcome(outcome)
-
-        def answer_it() -> None:
-            try:
-                result = look()
-            except Exception as error:
-                asyncio_loop.call_soon_threadsafe(settle, answer.set_exception, error)
-            else:
-                asyncio_loop.call_soon_threadsafe(settle, answer.set_result, result)
-
-        self._loop().submit(answer_it)
-        found: T = await answer
-        return found

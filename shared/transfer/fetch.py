@@ -1,0 +1,236 @@
+"""The end of a fetch that needs the blocks: into the pool while the engine goes on, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import grpc
+from outrider.v1 import transfer_pb2, transfer_pb2_grpc
+
+from shared.engine.block_pool import OutOfBlocks
+from shared.engine.kv_import import KVImport
+from shared.engine.loop import EngineLoop
+from shared.prefix.block_hash import HASH_BYTES
+from shared.rpc.channel import connect
+from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
+from shared.transfer.finish import finish
+
+# A peer that says nothing for so long, though asked more often, is given up: computing the rest is better then.
+_SILENCE_SECONDS: Final = 5.0
+_RENEW_SECONDS: Final = 1.0
+# Bytes a second below which a read is given up, beyond what silence is allowed.
+_LEAST_RATE: Final = 20e6
+# What is announced while a read is under way goes into the next one, up to so many blocks.
+_MAX_BLOCKS_A_READ: Final = 1024
+
+
+class Fetched(NamedTuple):
+    """What a fetch brought: tokens that are held now, bytes that came, by which engine, in seconds."""
+
+    num_tokens: int
+    num_bytes: int
+    engine: str
+    seconds: float
+
+
+class Fetcher:
+    """Fetches blocks from other workers into this one's pool."""
+
+    def __init__(
+        self, engine_loop: EngineLoop, layout: transfer_pb2.BlockLayout, engines: Mapping[str, TransferEngine]
+    ) -> None:
+        """`engines`: those to read with by name, the best first."""
+        self._engine_loop = engine_loop
+        self._layout = layout
+        self._engines = engines
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def fetch(self, kv_import: KVImport, address: str, ticket: bytes | None) -> Fetched:
+        """Brings what `kv_import` lacks from the worker at `address`: what that offers under `ticket`, or has cached.
+
+        Blocks count as here only when the peer has confirmed that it held them all the while: a lease that ran out
+        unnoticed may have given them to others. The import is ended in any case, and none of its blocks is written to
+        any more. Raises TransferFailed; what is missing is to be computed then.
+        """
+        began = time.monotonic()
+        try:
+            fetch = _Fetch(self._engine_loop, self._layout, self._engines, kv_import)
+            num_blocks, engine = await fetch.run(self._stub(address), address, ticket)
+        except grpc.aio.AioRpcError as error:
+            raise TransferFailed(f"{error.code().name}: {error.details()}") from error
+        except OutOfBlocks as error:
+            raise TransferFailed(f"no room for what comes: {error}") from error
+        finally:
+            await finish(self._end(kv_import))
+        num_bytes = num_blocks * self._layout.block_bytes
+        return Fetched(kv_import.num_tokens, num_bytes, engine, time.monotonic() - began)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _end(self, kv_import: KVImport) -> None:
+        imports = self._engine_loop.engine.scheduler.imports
+
+        def end() -> None:
+            imports.missed(kv_import, kv_import.in_flight)
+            imports.end(kv_import)
+
+        await self._engine_loop.ask(end)
+
+    def _stub(self, address: str) -> Any:
+        if address not in self._channels:
+            self._channels[address] = connect(address)
+        return transfer_pb2_grpc.TransferStub(self._channels[address])
+
+
+class _Fetch:
+    """One fetch: announced blocks are read as they come, several to a read, and taken in together at the end."""
+
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        layout: transfer_pb2.BlockLayout,
+        engines: Mapping[str, TransferEngine],
+        kv_import: KVImport,
+    ) -> None:
+        self._loop = engine_loop
+        self._layout = layout
+        self._engines = engines
+        self._import = kv_import
+        self._imports = engine_loop.engine.scheduler.imports
+        self._first_block = kv_import.num_held
+        # Blocks of the peer's pool, and of ours that they were read into.
+        self._announced: list[int] = []
+        self._read: list[int] = []
+        self._num_tokens: int | None = None
+        self._confirmed = False
+        self._changed = asyncio.Event()
+        self._silent_seconds = 0.0
+        self._writing = asyncio.Lock()
+
+    async def run(self, stub: Any, address: str, ticket: bytes | None) -> tuple[int, str]:
+        """Returns how many blocks came, and by which engine. Raises TransferFailed, AioRpcError, OutOfBlocks."""
+        call = stub.Fetch()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            accepted = await self._begin(call, ticket)
+            if accepted.engine not in self._engines:
+                raise TransferFailed(f"the peer is read by {accepted.engine!r}, which is none of those offered")
+            peer = await self._engines[accepted.engine].peer(address, accepted.engine_metadata)
+            whole = asyncio.create_task(self._read_all(call, peer, accepted.fetch_id))
+            # These end only by failing.
+            tasks += [whole, asyncio.create_task(self._listen(call)), asyncio.create_task(self._renew(call))]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            # A read that is cancelled returns when nothing is written to our blocks any more.
+            await finish(_gather(tasks))
+            call.cancel()
+        num_tokens = self._num_tokens or 0
+        await self._loop.ask(lambda: self._imports.arrived(self._import, self._read, num_tokens))
+        return len(self._read), accepted.engine
+
+    async def _begin(self, call: Any, ticket: bytes | None) -> transfer_pb2.FetchAccepted:
+        begin = transfer_pb2.FetchBegin(layout=self._layout, engines=list(self._engines), first_block=self._first_block)
+        if ticket is not None:
+            begin.ticket = ticket
+        else:
+            begin.prefix.block_hashes = b"".join(self._import.block_hashes[self._first_block :])
+        try:
+            async with asyncio.timeout(2 * _SILENCE_SECONDS):
+                await self._write(call, transfer_pb2.FetchRequest(begin=begin))
+                first: Any = await call.read()
+        except TimeoutError:
+            raise TransferFailed(f"the peer does not answer within {2 * _SILENCE_SECONDS:g} s") from None
+        if first is grpc.aio.EOF or first.WhichOneof("response") != "accepted":
+            raise TransferFailed("the peer did not say how to read its blocks")
+        accepted: transfer_pb2.FetchAccepted = first.accepted
+        return accepted
+
+    async def _listen(self, call: Any) -> None:
+        while True:
+            response: Any = await call.read()
+            if response is grpc.aio.EOF:
+                break
+            self._silent_seconds = 0.0
+            match response.WhichOneof("response"):
+                case "ready":
+                    self._take_note(response.ready)
+                case "complete":
+                    self._complete(response.complete)
+                case "confirmed":
+                    self._confirmed = True
+            self._changed.set()
+        if not self._confirmed:
+            raise TransferFailed("the peer ended the fetch before it was over")
+        # What is left is for `_read_all` to see.
+        await asyncio.Event().wait()
+
+    async def _renew(self, call: Any) -> None:
+        """Says that we are alive, and hears whether the peer is. Counted in ticks: a process that was stopped itself
+        must not take that for its peer's silence."""
+        while True:
+            await asyncio.sleep(_RENEW_SECONDS)
+            self._silent_seconds += _RENEW_SECONDS
+            if self._silent_seconds > _SILENCE_SECONDS:
+                raise TransferFailed(f"the peer said nothing for {_SILENCE_SECONDS:g} s")
+            if not self._confirmed:
+                await self._write(call, transfer_pb2.FetchRequest(renew=transfer_pb2.Renew()))
+
+    async def _read_all(self, call: Any, peer: TransferPeer, fetch_id: bytes) -> None:
+        while True:
+            self._changed.clear()
+            sources = self._announced[len(self._read) :][:_MAX_BLOCKS_A_READ]
+            if sources:
+                await self._read_into(peer, fetch_id, sources)
+            elif self._num_tokens is not None:
+                break
+            else:
+                await self._changed.wait()
+        await self._write(call, transfer_pb2.FetchRequest(done=transfer_pb2.Done()))
+        while not self._confirmed:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _write(self, call: Any, request: transfer_pb2.FetchRequest) -> None:
+        async with self._writing:
+            await call.write(request)
+
+    async def _read_into(self, peer: TransferPeer, fetch_id: bytes, sources: list[int]) -> None:
+        blocks = await self._loop.ask(lambda: self._imports.allocate(self._import, len(sources)))
+        reads = [BlockRead(source, block) for source, block in zip(sources, blocks, strict=True)]
+        limit = _SILENCE_SECONDS + len(reads) * self._layout.block_bytes / _LEAST_RATE
+        try:
+            async with asyncio.timeout(limit):
+                await peer.read(fetch_id, reads)
+        except TimeoutError:
+            raise TransferFailed(f"{len(reads)} blocks were not read within {limit:.1f} s") from None
+        self._read += blocks
+
+    def _take_note(self, ready: transfer_pb2.BlocksReady) -> None:
+        """Raises TransferFailed for blocks that are not those of our tokens."""
+        at = self._first_block + len(self._announced)
+        num_full, rest = divmod(len(ready.block_hashes), HASH_BYTES)
+        ours = b"".join(self._import.block_hashes[at : at + num_full])
+        if rest or ready.block_hashes != ours or not num_full <= len(ready.blocks) <= num_full + 1:
+            raise TransferFailed("the peer has other blocks than those of these tokens")
+        self._announced += ready.blocks
+
+    def _complete(self, num_tokens: int) -> None:
+        num_blocks = self._first_block + len(self._announced)
+        size = self._layout.block_size
+        if len(self._announced) and -(-num_tokens // size) != num_blocks:
+            raise TransferFailed(f"the peer counts {num_tokens} tokens in {num_blocks} blocks of {size}")
+        # With nothing announced we have all there is, or more.
+        self._num_tokens = num_tokens if self._announced else self._first_block * size
+
+
+async def _gather(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,21 @@
+"""Waiting for what must not be left half done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def finish(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work` to its end, also when cancelled meanwhile; the cancellation comes behind it."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

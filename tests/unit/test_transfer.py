@@ -1,0 +1,393 @@
+"""Blocks from one worker's pool to another's, over real gRPC: right, or not at all, and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+from outrider.v1 import transfer_pb2, transfer_pb2_grpc
+
+from shared.engine.kv_import import KVImport
+from shared.engine.sequence import Finish
+from shared.engine.sequence import Sequence as EngineSequence
+from shared.rpc.channel import connect
+from shared.transfer import fetch as fetch_module
+from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
+from shared.transfer.grpc import GrpcEngine
+from tests.support.kv_engine import KVEngine, KVWorker, kv_worker
+from tests.support.machine import BLOCK_SIZE, ROOT, VOCAB_SIZE, decoded, new_sequence
+from tests.support.router_stack import read_all, until
+
+TICKET = b"t" * 16
+
+
+def prompt_of(length: int) -> list[int]:
+    return [7 * i % VOCAB_SIZE for i in range(length)]
+
+
+async def begin_import(worker: KVWorker, prompt: list[int]) -> KVImport:
+    return await worker.loop.ask(lambda: worker.engine.scheduler.begin_import(prompt, ROOT))
+
+
+async def until_drawn(sequences: Sequence[EngineSequence]) -> None:
+    await until(lambda: all(len(each.token_ids) > each.num_prompt_tokens for each in sequences), "first tokens drawn")
+
+
+async def go_on(worker: KVWorker, kv_import: KVImport, sequences: Sequence[EngineSequence]) -> None:
+    """Decodes these to their ends on another worker, and holds them to plain decoding."""
+    heirs = [EngineSequence(one.token_ids, one.num_prompt_tokens, one.params, ROOT, num_steps=99) for one in sequences]
+
+    def begin() -> None:
+        for heir in heirs:
+            heir.kv_import = kv_import
+            worker.engine.scheduler.add(heir)
+        worker.engine.scheduler.imports.drop(kv_import)
+
+    await worker.loop.ask(begin)
+    await until(lambda: all(heir.finish is not None for heir in heirs), "all of them end")
+    for heir in heirs:
+        assert heir.finish is Finish.LENGTH
+        assert heir.token_ids == decoded(heir.token_ids[: heir.num_prompt_tokens], heir.params)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE, 4 * BLOCK_SIZE + 1, 150])
+@pytest.mark.parametrize("budget", [9, 512])
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_prompt_goes_over_while_it_is_computed(length: int, budget: int, count: int) -> None:
+    async with kv_worker(KVEngine(64, budget)) as p, kv_worker(KVEngine(64, budget)) as d:
+        family = [new_sequence(prompt_of(length), 9, index, num_steps=1) for index in range(count)]
+        family[0].forks = family[1:]
+        kv_import = await begin_import(d, prompt_of(length))
+        fetching = asyncio.create_task(d.fetcher.fetch(kv_import, p.address, TICKET))
+        await p.add(family[0], TICKET)
+        await until_drawn(family)
+        fetched = await fetching
+        assert fetched.num_tokens >= length - 1
+        assert fetched.engine == "grpc"
+        assert fetched.num_bytes == -(-fetched.num_tokens // BLOCK_SIZE) * d.engine.pool.block_num_bytes
+        before = d.engine.num_computed
+        await go_on(d, kv_import, family)
+        # The first tokens, and of what was not handed over one each at the most; then what they drew.
+        assert d.engine.num_computed - before <= count * (2 + 8)
+        for sequence in family:
+            await p.remove(sequence)
+        await p.until_idle()
+        await d.until_idle()
+
+
+async def test_nothing_comes_that_is_here_already() -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        prompt = prompt_of(5 * BLOCK_SIZE)
+        shared = new_sequence(prompt[: 3 * BLOCK_SIZE], 1)
+        await d.add(shared)
+        sequence = new_sequence(prompt, 1, num_steps=1)
+        await p.add(sequence, TICKET)
+        await until_drawn([shared, sequence])
+        kv_import = await begin_import(d, prompt)
+        fetched = await d.fetcher.fetch(kv_import, p.address, TICKET)
+        assert fetched.num_tokens == 5 * BLOCK_SIZE
+        assert fetched.num_bytes == 2 * d.engine.pool.block_num_bytes
+
+
+async def test_a_prefix_that_a_peer_has_cached() -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        prompt = prompt_of(6 * BLOCK_SIZE)
+        cached = new_sequence(prompt[: 4 * BLOCK_SIZE], 1)
+        await p.add(cached)
+        here = new_sequence(prompt[:BLOCK_SIZE], 1)
+        await d.add(here)
+        await until_drawn([cached, here])
+        kv_import = await begin_import(d, prompt)
+        fetched = await d.fetcher.fetch(kv_import, p.address, None)
+        assert fetched.num_tokens == 4 * BLOCK_SIZE
+        assert fetched.num_bytes == 3 * d.engine.pool.block_num_bytes
+        sequence = new_sequence(prompt, 5)
+        before = d.engine.num_computed
+        await go_on(d, kv_import, [sequence])
+        assert d.engine.num_computed - before == 2 * BLOCK_SIZE + 4
+        await p.until_idle()
+        await d.until_idle()
+
+
+async def test_a_peer_without_the_prefix_brings_nothing() -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        kv_import = await begin_import(d, prompt_of(20))
+        assert (await d.fetcher.fetch(kv_import, p.address, None)).num_tokens == 0
+        assert kv_import.ended
+        await d.loop.ask(lambda: d.engine.scheduler.imports.drop(kv_import))
+        await d.until_idle()
+
+
+async def failure(d: KVWorker, address: str, prompt: list[int], ticket: bytes | None = TICKET) -> str:
+    """Why a fetch failed; whatever it held is given back by then."""
+    kv_import = await begin_import(d, prompt)
+    with pytest.raises(TransferFailed) as caught:
+        await d.fetcher.fetch(kv_import, address, ticket)
+    assert kv_import.ended
+    await d.loop.ask(lambda: d.engine.scheduler.imports.drop(kv_import))
+    await d.until_idle()
+    return str(caught.value)
+
+
+async def test_unknown_tickets_and_those_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.transfer.offers._EARLY_SECONDS", 0.05)
+    async with kv_worker() as p, kv_worker() as d:
+        assert "NOT_FOUND: nothing is offered under ticket 7474" in await failure(d, p.address, prompt_of(9))
+        sequence = new_sequence(prompt_of(9), 1)
+        await p.add(sequence, TICKET)
+        await until_drawn([sequence])
+        await d.fetcher.fetch(await begin_import(d, prompt_of(9)), p.address, TICKET)
+        async with kv_worker() as other:
+            assert "was taken before" in await failure(other, p.address, prompt_of(9))
+
+
+async def test_a_lease_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kv_worker(lease_seconds=0.05) as p, kv_worker() as d:
+        sequence = new_sequence(prompt_of(9), 1)
+        await p.add(sequence, TICKET)
+        await until_drawn([sequence])
+        await p.until_idle()
+        assert "lease of 0.05 s is over" in await failure(d, p.address, prompt_of(9))
+
+
+async def test_no_lease_runs_while_the_prompt_waits_to_be_computed() -> None:
+    async with kv_worker(lease_seconds=0.05) as p, kv_worker() as d:
+        p.engine.gate.clear()
+        sequence = new_sequence(prompt_of(9), 1)
+        kv_import = await begin_import(d, prompt_of(9))
+        adding = asyncio.create_task(p.add(sequence, TICKET))
+        await asyncio.sleep(0.2)
+        p.engine.gate.set()
+        await adding
+        assert (await d.fetcher.fetch(kv_import, p.address, TICKET)).num_tokens == 9
+
+
+async def test_a_reader_that_falls_silent_loses_its_lease() -> None:
+    async with kv_worker(lease_seconds=0.1) as p, connect(p.address) as channel:
+        sequence = new_sequence(prompt_of(9), 1)
+        await p.add(sequence, TICKET)
+        call: Any = transfer_pb2_grpc.TransferStub(channel).Fetch()
+        begin = transfer_pb2.FetchBegin(layout=p.servicer._layout, engines=["grpc"], ticket=TICKET)
+        await call.write(transfer_pb2.FetchRequest(begin=begin))
+        accepted = (await call.read()).accepted
+        await until_drawn([sequence])
+        await p.until_idle()
+        # Too late: what it read may be anything by now, and it is told so.
+        await call.write(transfer_pb2.FetchRequest(done=transfer_pb2.Done()))
+        assert (await call.read()).HasField("ready")
+        assert (await call.read()).complete == 9
+        with pytest.raises(grpc.aio.AioRpcError, match="the lease of"):
+            await call.read()
+        read = transfer_pb2_grpc.TransferStub(channel).Read(
+            transfer_pb2.ReadRequest(fetch_id=accepted.fetch_id, blocks=[0])
+        )
+        assert await read_all(read) == grpc.StatusCode.NOT_FOUND
+
+
+async def test_only_announced_blocks_are_read() -> None:
+    async with kv_worker() as p, connect(p.address) as channel:
+        sequence = new_sequence(prompt_of(9), 1)
+        await p.add(sequence, TICKET)
+        stub = transfer_pb2_grpc.TransferStub(channel)
+        call: Any = stub.Fetch()
+        begin = transfer_pb2.FetchBegin(layout=p.servicer._layout, engines=["grpc"], ticket=TICKET)
+        await call.write(transfer_pb2.FetchRequest(begin=begin))
+        accepted = (await call.read()).accepted
+        ready = (await call.read()).ready
+        others = sorted(set(range(64)) - set(ready.blocks))
+        read = stub.Read(transfer_pb2.ReadRequest(fetch_id=accepted.fetch_id, blocks=[others[0]]))
+        assert await read_all(read) == grpc.StatusCode.NOT_FOUND
+        call.cancel()
+        await p.until_idle()
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "model", "dtype", "block_size", "block_bytes"])
+async def test_other_blocks_are_refused_with_both_values(field: str) -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        ours = getattr(d.fetcher._layout, field)
+        theirs = ours + "2" if isinstance(ours, str) else 2 * ours
+        setattr(d.fetcher._layout, field, theirs)
+        text = await failure(d, p.address, prompt_of(9))
+        assert "FAILED_PRECONDITION" in text
+        assert f"of {field} {ours!r}, not {theirs!r}" in text
+
+
+async def test_engines_that_have_nothing_in_common() -> None:
+    async with kv_worker() as p, kv_worker(engines={"other": _Failing(None)}) as d:
+        assert "FAILED_PRECONDITION: engines here are grpc, not other" in await failure(d, p.address, prompt_of(9))
+
+
+async def test_blocks_of_other_tokens_are_refused() -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        sequence = new_sequence([1, *prompt_of(9)], 1)
+        await p.add(sequence, TICKET)
+        assert "other blocks than those of these tokens" in await failure(d, p.address, prompt_of(10))
+        await p.until_idle()
+
+
+async def test_a_prompt_that_is_never_computed() -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        p.engine.gate.clear()
+        sequence = new_sequence(prompt_of(30), 1)
+        adding = asyncio.create_task(p.add(sequence, TICKET))
+        failing = asyncio.create_task(failure(d, p.address, prompt_of(30)))
+        removing = asyncio.create_task(p.remove(sequence))
+        await asyncio.sleep(0)
+        p.engine.gate.set()
+        await asyncio.gather(adding, removing)
+        # Computed in one step before it was removed, or never.
+        if not sequence.finish:
+            assert "NOT_FOUND" in await failing
+        else:
+            failing.cancel()
+
+
+async def test_a_peer_that_dies() -> None:
+    async with kv_worker() as d:
+        async with kv_worker() as p:
+            p.engine.gate.clear()
+            address = p.address
+            adding = asyncio.create_task(p.add(new_sequence(prompt_of(30), 1), TICKET))
+            failing = asyncio.create_task(failure(d, address, prompt_of(30)))
+            await asyncio.sleep(0.05)
+            await p.server.stop()
+            why = await failing
+            assert "UNAVAILABLE" in why or "CANCELLED" in why
+            p.engine.gate.set()
+            await adding
+        assert "UNAVAILABLE" in await failure(d, address, prompt_of(30))
+
+
+async def test_a_peer_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(fetch_module, "_RENEW_SECONDS", 0.05)
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(65536):
+                pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(swallow, "127.0.0.1", 0) as black_hole:
+        port = black_hole.sockets[0].getsockname()[1]
+        async with kv_worker() as d:
+            why = await failure(d, f"127.0.0.1:{port}", prompt_of(9))
+            assert "does not answer within" in why or "UNAVAILABLE" in why
+
+
+async def test_no_room_for_what_comes() -> None:
+    async with kv_worker() as p, kv_worker(KVEngine(num_blocks=4)) as d:
+        sequence = new_sequence(prompt_of(5 * BLOCK_SIZE), 1)
+        await p.add(sequence, TICKET)
+        assert "no room for what comes" in await failure(d, p.address, prompt_of(5 * BLOCK_SIZE))
+        await p.until_idle()
+
+
+class _Failing(TransferEngine):
+    """Reads nothing, or hangs until `cancelled`, and then a while longer."""
+
+    name = "other"
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.reading = asyncio.Event()
+        self.still_writing = asyncio.Event()
+
+    @property
+    def metadata(self) -> bytes:
+        return b""
+
+    async def peer(self, address: str, metadata: bytes) -> TransferPeer:
+        return _FailingPeer(self)
+
+    async def close(self) -> None:
+        pass
+
+
+class _FailingPeer(TransferPeer):
+    def __init__(self, engine: _Failing) -> None:
+        self._engine = engine
+
+    async def read(self, fetch_id: bytes, reads: Sequence[BlockRead]) -> None:
+        self._engine.reading.set()
+        if self._engine._error is not None:
+            raise self._engine._error
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await self._engine.still_writing.wait()
+            raise
+
+
+async def test_a_read_that_fails() -> None:
+    engine = _Failing(TransferFailed("a cable was cut"))
+    async with kv_worker() as p, kv_worker(engines={"other": engine}) as d:
+        p.servicer._engines = {"other": engine}
+        await p.add(new_sequence(prompt_of(30), 1), TICKET)
+        assert await failure(d, p.address, prompt_of(30)) == "a cable was cut"
+        await p.until_idle()
+
+
+async def test_cancelled_in_the_middle_of_a_read_blocks_stay_until_it_has_ended() -> None:
+    engine = _Failing(None)
+    async with kv_worker() as p, kv_worker(engines={"other": engine}) as d:
+        p.servicer._engines = {"other": engine}
+        await p.add(new_sequence(prompt_of(30), 1), TICKET)
+        kv_import = await begin_import(d, prompt_of(30))
+        fetching = asyncio.create_task(d.fetcher.fetch(kv_import, p.address, TICKET))
+        await engine.reading.wait()
+        fetching.cancel()
+        await d.loop.ask(lambda: d.engine.scheduler.imports.drop(kv_import))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (await d.loop.ask(d.engine.blocks.counts)).owned == 8
+        engine.still_writing.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        await d.until_idle()
+        await p.until_idle()
+
+
+async def test_several_fetches_at_once_while_both_go_on() -> None:
+    async with kv_worker(KVEngine(256, 16)) as p, kv_worker(KVEngine(256, 16)) as d:
+
+        async def one(number: int) -> None:
+            prompt = [(number + 3 * i) % VOCAB_SIZE for i in range(30 + number)]
+            ticket = bytes([number]) * 16
+            sequence = new_sequence(prompt, 12, num_steps=1)
+            kv_import = await begin_import(d, prompt)
+            fetching = asyncio.create_task(d.fetcher.fetch(kv_import, p.address, ticket))
+            await p.add(sequence, ticket)
+            await until_drawn([sequence])
+            await p.remove(sequence)
+            await fetching
+            await go_on(d, kv_import, [sequence])
+
+        await asyncio.gather(*(one(number) for number in range(12)))
+        await p.until_idle()
+        await d.until_idle()
+
+
+async def test_chunks_are_checked() -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        honest = p.servicer._chunks
+
+        def altered(blocks: Sequence[int]) -> list[transfer_pb2.BlockChunk]:
+            chunks = honest(blocks)
+            chunks[-1].payload = chunks[-1].payload[:-1] + bytes([chunks[-1].payload[-1] ^ 1])
+            return chunks
+
+        p.servicer._chunks = altered  # type: ignore[method-assign]
+        await p.add(new_sequence(prompt_of(30), 1), TICKET)
+        assert "checksum" in await failure(d, p.address, prompt_of(30))
+        p.servicer._chunks = lambda blocks: honest(blocks)[:0]  # type: ignore[method-assign]
+        await p.add(new_sequence(prompt_of(30), 1), b"u" * 16)
+        assert "less came" in await failure(d, p.address, prompt_of(30), b"u" * 16)
+
+
+def test_engine_names() -> None:
+    assert GrpcEngine.name == "grpc"
