@@ -15,7 +15,7 @@ from typing import Self
 from services.cli.launcher import PARENT, worker_environment
 from services.cli.process import LogSink, ServiceProcess
 from shared.models import DEMO_DRAFT, DEMO_TARGET
-from shared.prefix.redis_server import RedisServer, RedisServerError
+from shared.redis.server import RedisServer, RedisServerError
 from shared.settings import StartupError
 
 LOOPBACK = "127.0.0.1"

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from shared.prefix.outage import Outage
-from shared.prefix.redis_link import RedisLink, RedisUnavailable, join_hashes
+from shared.prefix.keys import join_hashes, prefix_link
+from shared.redis.link import RedisUnavailable
+from shared.redis.outage import Outage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class PrefixIndex:
         Nothing is connected before the first lookup. Raises ValueError for a URL that is not redis://,
         rediss:// or unix://.
         """
-        self._link = RedisLink(url, fingerprint, _LATE_SECONDS)
+        self._link = prefix_link(url, fingerprint, _LATE_SECONDS)
         self._timeout_seconds = timeout_seconds
         self._outage = Outage(logger, "prefix lookups find nothing until it is back")
         self._late: set[asyncio.Task[dict[str, int] | None]] = set()

@@ -13,8 +13,9 @@ from typing import Self
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from shared.prefix.outage import Outage
-from shared.prefix.redis_link import RedisLink, RedisUnavailable, join_hashes
+from shared.prefix.keys import join_hashes, prefix_link
+from shared.redis.link import RedisUnavailable
+from shared.redis.outage import Outage
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class PrefixPublisher:
             raise ValueError(f"block_ttl_seconds {block_ttl_seconds:g} is below lease_seconds {lease_seconds:g}")
         if max_pending < 1:
             raise ValueError(f"max_pending {max_pending} is below 1")
-        self._link = RedisLink(url, fingerprint, _TIMEOUT_SECONDS)
+        self._link = prefix_link(url, fingerprint, _TIMEOUT_SECONDS)
         self._instance = instance
         self._snapshot = snapshot
         self._tier = tier

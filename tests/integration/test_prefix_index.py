@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.index import PrefixIndex
 from shared.prefix.publisher import PrefixPublisher
-from shared.prefix.redis_server import RedisServer
+from shared.redis.server import RedisServer
 
 MODEL = "model-a"
 ROOT = root_hash(MODEL, b"")

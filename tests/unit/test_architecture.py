@@ -134,7 +134,7 @@ def test_of_other_services_the_cli_imports_settings_only() -> None:
             for name in MODULES
             if within(name, "services.router", "services.cli", "shared.rpc", "shared.telemetry")
         ),
-        *(name for name in MODULES if within(name, "shared.prefix")),
+        *(name for name in MODULES if within(name, "shared.prefix", "shared.redis", "shared.registry")),
     ],
 )
 def test_imports_no_torch(module: str) -> None:
@@ -168,7 +168,9 @@ def test_what_computes_knows_no_queues(module: str) -> None:
     [
         ("shared.engine", ("shared.engine", "shared.sampling", "shared.prefix.block_hash", "shared.settings")),
         ("shared.sampling", ("shared.sampling",)),
-        ("shared.prefix", ("shared.prefix",)),
+        ("shared.prefix", ("shared.prefix", "shared.redis")),
+        ("shared.redis", ("shared.redis",)),
+        ("shared.registry", ("shared.registry", "shared.redis")),
         ("shared.rpc", ("shared.rpc", "shared.telemetry")),
         ("shared.telemetry", ("shared.telemetry",)),
         ("shared.models", ("shared.models",)),
