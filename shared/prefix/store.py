@@ -1,0 +1,466 @@
+"""The bytes of KV blocks in Redis, by block hash: a prefix outlives the workers that computed it.
+
+Keys of a model, all of one slot by the braces:
+
+- `outrider:{<fingerprint>}:payload:<hash, 32 raw bytes>`: a block as `shared.prefix.payload` frames it, with a TTL
+- `outrider:{<fingerprint>}:payloads`: the account of them, a sorted set of hashes by when they expire (Unix time in ms)
+
+The account is what holds all workers together to one size: whoever writes makes room first, those that expire next,
+which are the longest unused, going first. A hash whose value has expired or was lost therefore is the first to leave
+the account too. It needs Redis 5 or later.
+
+Unlike the prefix index this is no mere hint: what lies here becomes the KV that tokens are computed from, so only the
+workers of one owner should be able to write to that Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from shared.prefix.keys import join_hashes
+from shared.prefix.payload import HEADER_BYTES, CorruptPayload, pack, unpack
+from shared.redis.link import RedisUnavailable
+from shared.redis.outage import Outage
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How many leading blocks are there. ARGV: joined hashes.
+_DEPTH = """
+local depth = 0
+for at = 1, #ARGV[1], 32 do
+  if redis.call('EXISTS', KEYS[1] .. string.sub(ARGV[1], at, at + 31)) == 0 then break end
+  depth = depth + 1
+end
+return depth
+"""
+# `expires`, and `keep_account`: the account must not end before the last value in it, whoever gave that its TTL.
+_EXPIRY = """
+local now, ttl = redis.call('TIME'), tonumber(ARGV[1])
+local expires = now[1] * 1000 + math.floor(now[2] / 1000) + ttl
+local function keep_account()
+  if redis.call('PTTL', KEYS[2]) < ttl then redis.call('PEXPIRE', KEYS[2], ttl) end
+end
+"""
+# Renews those that are there and returns the positions of the others, which it takes off the account.
+# ARGV: TTL in ms, joined hashes.
+_RENEW = f"""{_EXPIRY}
+local missing = {{}}
+for at = 1, #ARGV[2], 32 do
+  local hash = string.sub(ARGV[2], at, at + 31)
+  if redis.call('PEXPIRE', KEYS[1] .. hash, ttl) == 1 then
+    redis.call('ZADD', KEYS[2], expires, hash)
+  else
+    redis.call('ZREM', KEYS[2], hash)
+    missing[#missing + 1] = (at - 1) / 32
+  end
+end
+keep_account()
+return missing
+"""
+# Makes room for values that the same transaction then sets. Work is bounded by their number: after the limit was
+# lowered, each batch removes more than it adds until the limit is met.
+# ARGV: TTL in ms, how many the account may hold, joined hashes.
+_ENTER = f"""{_EXPIRY}
+local num_new = #ARGV[3] / 32
+local excess = redis.call('ZCARD', KEYS[2]) + num_new - ARGV[2]
+if excess > 0 then
+  local oldest = redis.call('ZPOPMIN', KEYS[2], math.min(excess, 4 * num_new))
+  for i = 1, #oldest, 2 do redis.call('UNLINK', KEYS[1] .. oldest[i]) end
+end
+for at = 1, #ARGV[3], 32 do redis.call('ZADD', KEYS[2], expires, string.sub(ARGV[3], at, at + 31)) end
+keep_account()
+"""
+
+# Hashes in one script that also writes: about a millisecond of Redis's time, which others wait for.
+_BATCH_BLOCKS = 256
+# As much for `_DEPTH`, which only looks. Of more blocks (of 16 tokens: 65536) nobody is told.
+_MAX_DEPTH = 4096
+# Bytes in one transaction and in one answer: both hold Redis, and a worker's event loop, for some milliseconds.
+_WRITE_BYTES = 4 << 20
+_READ_BYTES = 8 << 20
+# Besides the value itself, in Redis: key, expiry, an entry in the account, and the tables they stand in.
+_ENTRY_BYTES = 512
+# Longest that one batch may take to be written, in seconds, and how long the next one waits after a failure.
+_WRITE_SECONDS = 10.0
+_PAUSE_SECONDS = 1.0
+# When to give up on an answer that missed the caller's timeout, in seconds: see PrefixIndex.
+_LATE_SECONDS = 2.0
+# How long we take a block to be in Redis still, after it was: it may have been removed for newer ones, or flushed.
+_KNOWN_SECONDS = 60.0
+_MAX_KNOWN = 16384
+_MAX_CONNECTIONS = 8
+
+
+class PayloadIndex:
+    """How long a prefix the store holds: the router's view of it. Bound to the event loop that first uses it.
+
+    As in PrefixIndex, an answer that misses the timeout is awaited in the background, and until it comes or
+    fails every other lookup answers at once that there is nothing.
+    """
+
+    def __init__(self, url: str, fingerprint: str, *, timeout_seconds: float = 0.05) -> None:
+        """The store at `url` of the blocks of the model and layout named by `fingerprint`.
+
+        Nothing is connected yet. Raises ValueError for a URL that is not redis://, rediss:// or unix://.
+        """
+        pool = BlockingConnectionPool.from_url(
+            url, max_connections=_MAX_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), protocol=2
+        )
+        # As in RedisLink: `_within` limits every call, and the URL's query must not say otherwise.
+        pool.connection_kwargs.update(socket_timeout=None, socket_connect_timeout=None, decode_responses=False)
+        self._redis = Redis.from_pool(pool)
+        self._timeout_seconds = timeout_seconds
+        self._prefix = f"outrider:{{{fingerprint}}}:payload:".encode()
+        self._keys = (self._prefix, f"outrider:{{{fingerprint}}}:payloads".encode())
+        self._reading = Outage(logger, "no stored prefixes are found until it is back")
+        self._late: set[asyncio.Task[int | None]] = set()
+
+    async def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of the chain `hashes` the store has now, 4096 at most. Fetches none of them.
+
+        One round trip. 0 if Redis has no answer within the timeout. Raises ValueError for hashes that are not
+        of 32 bytes each.
+        """
+        joined = join_hashes(hashes[:_MAX_DEPTH])
+        if not joined or self._late:
+            return 0
+        asked = asyncio.create_task(self._ask_depth(joined))
+        try:
+            await asyncio.wait({asked}, timeout=self._timeout_seconds)
+        except asyncio.CancelledError:
+            asked.cancel()
+            raise
+        if not asked.done():
+            self._reading.begin(f"no answer within {self._timeout_seconds:g} s")
+            self._late.add(asked)
+            asked.add_done_callback(self._late.discard)
+            return 0
+        depth = asked.result()
+        if depth is None:
+            return 0
+        self._reading.end()
+        return depth
+
+    async def close(self) -> None:
+        """Closes the connections; calls still under way end as they do without Redis."""
+        late = tuple(self._late)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def _ask_depth(self, joined: bytes) -> int | None:
+        """The lookup itself; None if Redis failed."""
+        try:
+            depth: int = await _within(_LATE_SECONDS, self._run(_DEPTH, joined))
+        except RedisUnavailable as error:
+            self._reading.begin(error)
+            return None
+        return depth
+
+    async def _run(self, script: str, *args: bytes | int) -> Any:
+        """Answer of `script`, which sees the beginning of the values' keys and the account's key as KEYS."""
+        return await self._redis.eval(script, len(self._keys), *self._keys, *args)
+
+
+class PrefixStore(PayloadIndex):
+    """A worker's end of the store: offers the blocks it computes, and fetches those that others did.
+
+    Writing is behind: `wants` and `put` only note blocks, a task sends them in batches. It never tries twice: a
+    block that could not be written is a lost cache entry, nothing more.
+
+    The counters only grow, and any thread may read them: `num_stored` blocks written; `num_dropped` blocks put
+    but not kept, for lack of room or of Redis; `num_hits` blocks that `get` returned; `num_corrupt` values that
+    it refused.
+
+    Use as an async context manager, or `start` and `close`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        fingerprint: str,
+        block_bytes: int,
+        *,
+        max_bytes: int,
+        ttl_seconds: float,
+        max_pending_bytes: int,
+    ) -> None:
+        """Blocks of the model and layout named by `fingerprint`, of `block_bytes` each.
+
+        `max_bytes` limits what all blocks under this fingerprint take in Redis, whichever worker wrote them; every
+        worker should say the same. Unused for `ttl_seconds`, a block goes. `max_pending_bytes` limits the blocks
+        waiting here to be written; while a batch is on its way, copies of it take a few times 4 MiB, or a few
+        blocks, more. Raises ValueError for a URL that is not redis://, rediss:// or unix://, for a TTL below 1 ms,
+        and for limits too low for a single block.
+        """
+        entry_bytes = _allocated(HEADER_BYTES + block_bytes) + _ENTRY_BYTES
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes {block_bytes} is below 1")
+        if max_bytes < entry_bytes:
+            raise ValueError(f"max_bytes {max_bytes} is below the {entry_bytes} that one block takes")
+        if ttl_seconds < 0.001:
+            raise ValueError(f"ttl_seconds {ttl_seconds:g} is below 0.001")
+        if max_pending_bytes < block_bytes:
+            raise ValueError(f"max_pending_bytes {max_pending_bytes} is below the {block_bytes} of one block")
+        super().__init__(url, fingerprint)
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._max_blocks = max_bytes // entry_bytes
+        self._ttl_ms = int(ttl_seconds * 1000)
+        self._known_seconds = min(_KNOWN_SECONDS, ttl_seconds / 2)
+        self._max_pending = max_pending_bytes // block_bytes
+        self._blocks_a_write = max(1, min(_WRITE_BYTES // block_bytes, _BATCH_BLOCKS, self._max_blocks))
+        self._blocks_a_read = max(1, _READ_BYTES // block_bytes)
+        self._writing = Outage(logger, "computed prefixes are not stored until it is back")
+        self._task: asyncio.Task[None] | None = None
+        self.num_stored = 0
+        self.num_dropped = 0
+        self.num_hits = 0
+        self.num_corrupt = 0
+
+        # Below: shared with the threads that call `wants` and `put`.
+        self._lock = threading.Lock()
+        # Blocks not yet written, those on their way included, oldest first.
+        self._pending: dict[bytes, bytes] = {}
+        # Blocks lately seen in Redis, in the order they first were: hash -> until when we take them to be there.
+        self._known: dict[bytes, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._offered = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Starts writing on the running event loop. Once only."""
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._write_behind(), name="prefix-store")
+        self._task.add_done_callback(_report_end)
+
+    async def close(self) -> None:
+        """Stops writing, drops what still waits for it, and disconnects."""
+        with self._lock:
+            self._loop = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        with self._lock:
+            self.num_dropped += len(self._pending)
+            self._pending = {}
+        await super().close()
+
+    def wants(self, block_hash: bytes) -> bool:
+        """Whether it is worth copying this block for `put`: not stored lately, and there is room for it.
+
+        From any thread; returns at once.
+        """
+        with self._lock:
+            return self._has_room() and not self._has(block_hash)
+
+    def put(self, block_hash: bytes, payload: bytes) -> None:
+        """Stores the block some time later, if there is room to keep it until then.
+
+        From any thread; returns at once. Raises ValueError for a hash that is not of 32 bytes, or a payload that is
+        not of `block_bytes`.
+        """
+        join_hashes([block_hash])
+        if len(payload) != self._block_bytes:
+            raise ValueError(f"payload has {len(payload)} bytes, not {self._block_bytes}")
+        with self._lock:
+            if self._has(block_hash):
+                return
+            if not self._has_room():
+                self.num_dropped += 1
+                return
+            self._pending[block_hash] = payload
+            # The first block wakes the task; it takes all that have come by then.
+            if len(self._pending) == 1 and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._offered.set)
+
+    async def get(self, hashes: Sequence[bytes], timeout_seconds: float) -> list[bytes]:
+        """Payloads of the leading blocks of the chain `hashes`, up to the first that is not there or not sound.
+
+        What was fetched before the timeout, or before Redis failed, is returned all the same. Blocks that are found
+        live for another TTL; a value that is not sound is deleted. Raises ValueError for hashes that are not of 32
+        bytes each.
+        """
+        found: list[bytes] = []
+        try:
+            await _within(timeout_seconds, self._fetch(hashes, found))
+        except RedisUnavailable as error:
+            # With something in hand, Redis was not away, but slower than the caller could wait.
+            if not found:
+                self._reading.begin(error)
+        else:
+            self._reading.end()
+        self.num_hits += len(found)
+        return found
+
+    async def _fetch(self, hashes: Sequence[bytes], found: list[bytes]) -> None:
+        """Appends to `found`, piece by piece."""
+        for part in _slices(hashes, _BATCH_BLOCKS):
+            missing = await self._renew(part)
+            for piece in _slices(part[: missing[0]] if missing else part, self._blocks_a_read):
+                values: list[Any] = await self._redis.mget([self._prefix + block for block in piece])
+                # Checksums take long enough to be felt by others on the event loop.
+                payloads, error = await asyncio.to_thread(self._unpack, piece, values)
+                found += payloads
+                if len(payloads) < len(piece):
+                    if error is not None:
+                        await self._delete(piece[len(payloads)], error)
+                    return
+            if missing:
+                return
+
+    def _unpack(self, hashes: Sequence[bytes], values: Sequence[bytes | None]) -> tuple[list[bytes], str | None]:
+        """The leading sound payloads, and what is wrong with the next one, None if it is just not there."""
+        payloads: list[bytes] = []
+        for block_hash, value in zip(hashes, values, strict=True):
+            if value is None:
+                break
+            try:
+                payloads.append(unpack(self._fingerprint, block_hash, self._block_bytes, value))
+            except CorruptPayload as error:
+                return payloads, str(error)
+        return payloads, None
+
+    async def _delete(self, block_hash: bytes, error: str) -> None:
+        self.num_corrupt += 1
+        logger.warning("stored block %s is deleted: %s", block_hash.hex(), error)
+        with self._lock:
+            self._known.pop(block_hash, None)
+        async with self._redis.pipeline(transaction=True) as transaction:
+            transaction.unlink(self._prefix + block_hash)
+            transaction.zrem(self._keys[1], block_hash)
+            await transaction.execute()
+
+    async def _write_behind(self) -> None:
+        while True:
+            # Cleared before it looks: a block that is put from here on wakes it again.
+            self._offered.clear()
+            if not self._next_batch():
+                await self._offered.wait()
+            elif await self._write_batch():
+                self._writing.end()
+            else:
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _write_batch(self) -> bool:
+        """Stores the next blocks; False, and they are dropped, if Redis failed."""
+        batch = self._next_batch()
+        hashes = list(batch)
+        stored: list[bytes] | None = None
+        try:
+            # The question also finds out whether Redis answers at all: bytes sent to one that hangs would stay in
+            # the connection's buffer long after we gave up on it.
+            missing = [hashes[index] for index in await _within(_WRITE_SECONDS, self._renew(hashes))]
+            if missing:
+                values = await asyncio.to_thread(
+                    lambda: [pack(self._fingerprint, block_hash, batch[block_hash]) for block_hash in missing]
+                )
+                await _within(_WRITE_SECONDS, self._set(missing, values))
+            stored = missing
+        except RedisUnavailable as error:
+            # Its text alone: whoever keeps the log's record would keep with the error this frame, and the batch.
+            self._writing.begin(str(error))
+        with self._lock:
+            for block_hash in hashes:
+                del self._pending[block_hash]
+            if stored is None:
+                self.num_dropped += len(hashes)
+                # It may come back empty.
+                self._known = {}
+            else:
+                self.num_stored += len(stored)
+                self._note_known(stored)
+        return stored is not None
+
+    def _next_batch(self) -> dict[bytes, bytes]:
+        """They stay among the pending until they are written, and so does the room they take."""
+        with self._lock:
+            return dict(itertools.islice(self._pending.items(), self._blocks_a_write))
+
+    async def _set(self, hashes: Sequence[bytes], values: Sequence[bytes]) -> None:
+        """All or nothing: neither a value without its place in the account, nor one that is over the limit."""
+        async with self._redis.pipeline(transaction=True) as transaction:
+            args = (self._ttl_ms, self._max_blocks, join_hashes(hashes))
+            transaction.eval(_ENTER, len(self._keys), *self._keys, *args)
+            for block_hash, value in zip(hashes, values, strict=True):
+                transaction.set(self._prefix + block_hash, value, px=self._ttl_ms)
+            await transaction.execute()
+
+    async def _renew(self, hashes: Sequence[bytes]) -> list[int]:
+        """Gives those that are there another TTL; the positions of the others."""
+        missing: list[int] = await self._run(_RENEW, self._ttl_ms, join_hashes(hashes))
+        gaps = set(missing)
+        with self._lock:
+            for index in missing:
+                self._known.pop(hashes[index], None)
+            self._note_known(block_hash for index, block_hash in enumerate(hashes) if index not in gaps)
+        return missing
+
+    def _has_room(self) -> bool:
+        """Under the lock."""
+        return self._loop is not None and len(self._pending) < self._max_pending
+
+    def _has(self, block_hash: bytes) -> bool:
+        """Under the lock. Whether the block waits to be written, or is taken to be in Redis."""
+        return block_hash in self._pending or self._known.get(block_hash, 0.0) > time.monotonic()
+
+    def _note_known(self, hashes: Iterable[bytes]) -> None:
+        """Under the lock. These blocks are in Redis now."""
+        until = time.monotonic() + self._known_seconds
+        for block_hash in hashes:
+            self._known[block_hash] = until
+        while len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+
+async def _within(timeout_seconds: float, call: Awaitable[T]) -> T:
+    """The result of `call`. Raises RedisUnavailable if Redis fails, or after the timeout."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await call
+    except TimeoutError as error:
+        raise RedisUnavailable(f"no answer within {timeout_seconds:g} s") from error
+    except (RedisError, OSError) as error:
+        # A pipeline's errors first quote the command, raw bytes and all.
+        reason = str(error).rpartition(" of pipeline caused error: ")[2]
+        raise RedisUnavailable(reason or type(error).__name__) from error
+
+
+def _slices(hashes: Sequence[bytes], length: int) -> Iterable[Sequence[bytes]]:
+    return (hashes[begin : begin + length] for begin in range(0, len(hashes), length))
+
+
+def _allocated(num_bytes: int) -> int:
+    """What jemalloc, Redis's allocator, takes for so many bytes: from each power of 2 to the next it has four sizes."""
+    step = 1 << max(4, (num_bytes - 1).bit_length() - 3)
+    return -(-num_bytes // step) * step
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    """The task only ends by being cancelled; anything else is a bug, and the blocks then wait in vain."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("storing prefixes stopped", exc_info=error)
