@@ -1,0 +1,209 @@
+"""`outrider simulate`: what a pool of workers would do with a load, or how many workers the load takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.simulator.cluster import Cluster, Pools
+from services.simulator.costs import linear_costs, read_step_costs
+from services.simulator.machine import Machine
+from services.simulator.outcomes import Outcomes
+from services.simulator.pool_sizes import least_of_both, least_separate
+from services.simulator.report import Objectives, PlotUnavailable, Summary, drawing, plot, summarise, table
+from services.simulator.routing import RoutingName
+from services.simulator.trace import read_trace
+from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
+from shared.policy.placement import TransferRates
+
+
+def simulate(
+    prefill: Annotated[int, typer.Option(metavar="N", min=0, help="Workers that only prefill.")] = 0,
+    decode: Annotated[int, typer.Option(metavar="N", min=0, help="Workers that decode.")] = 0,
+    both: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Workers that do both.", show_default="1 if no others")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Find the fewest workers that meet the SLOs.")] = False,
+    attainment: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of requests to meet both SLOs, for --plan.")
+    ] = 0.95,
+    most_workers: Annotated[int, typer.Option(metavar="N", min=1, help="Most workers, for --plan.")] = 64,
+    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time to first token, at most.")] = 1.0,
+    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per output token, at most.")] = 0.05,
+    routing: Annotated[
+        list[RoutingName] | None,
+        typer.Option(
+            metavar="NAME",
+            help="How requests are placed: policy, round-robin or affinity; given more than once, each is tried.",
+            show_default="policy",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same result.")] = 0,
+    rate: Annotated[float, typer.Option(metavar="X", min=1e-9, help="Requests a second.")] = 4.0,
+    requests: Annotated[int, typer.Option(metavar="N", min=1, help="How many requests.")] = 2000,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            metavar="CV", min=0, help="Variation of the time between two: 0 regular, 1 Poisson, above: bursts."
+        ),
+    ] = 1.0,
+    prompt_tokens: Annotated[
+        float, typer.Option(metavar="N", min=1, help="Mean tokens of a prompt, without its shared prefix.")
+    ] = 500.0,
+    prompt_variation: Annotated[
+        float, typer.Option(metavar="CV", min=0, help="Their standard deviation, as a share of the mean.")
+    ] = 1.0,
+    output_tokens: Annotated[float, typer.Option(metavar="N", min=1, help="Mean tokens of an output.")] = 200.0,
+    output_variation: Annotated[
+        float, typer.Option(metavar="CV", min=0, help="Their standard deviation, as a share of the mean.")
+    ] = 1.0,
+    prefixes: Annotated[int, typer.Option(metavar="N", min=0, help="How many shared system prompts there are.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each.")] = 512,
+    prefix_share: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of the prompts that begin with one.")
+    ] = 1.0,
+    zipf: Annotated[float, typer.Option(metavar="X", min=0, help="The r-th of them is as popular as 1 / r^X.")] = 1.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests from a JSONL or CSV file, in place of generated ones: time, prompt_tokens, output_tokens, "
+            "and if there are any prefix_id, prefix_tokens, model.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a trace with several models, the one to take.")
+    ] = None,
+    step_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1e-9, help="A step takes this, whatever is in it,")
+    ] = 0.02,
+    tokens_per_second: Annotated[
+        float, typer.Option(metavar="X", min=1e-9, help="and its tokens at this rate more.")
+    ] = 20_000.0,
+    step_costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measured steps in place of these, as JSON: \\[\\[tokens, seconds], ...]."),
+    ] = None,
+    max_batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens in a step.")] = 512,
+    max_sequences: Annotated[int, typer.Option(metavar="N", min=1, help="Most sequences in a step.")] = 256,
+    kv_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens that a worker's KV has room for.")
+    ] = 262_144,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens in a KV block.")] = 16,
+    kv_bytes_per_token: Annotated[float, typer.Option(metavar="N", min=1, help="KV of a token.")] = 131_072.0,
+    link_rate: Annotated[
+        float, typer.Option(metavar="X", min=1e-9, help="Bytes a second that a worker sends to others.")
+    ] = 3.5e9,
+    link_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="What a transfer takes besides.")
+    ] = 0.002,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the distributions there as PNG.")
+    ] = None,
+) -> None:
+    """Simulate a pool of workers under a load, with the router's own placement; shows latencies and goodput.
+
+    With --plan, find the fewest workers that serve the load within the SLOs.
+    """
+    try:
+        if plot_file is not None:
+            drawing()
+        costs = (
+            linear_costs(step_seconds, tokens_per_second, max_batch_tokens)
+            if step_costs is None
+            else read_step_costs(step_costs)
+        )
+        shared = SharedPrefixes(prefixes, prefix_tokens, prefix_share, zipf) if prefixes else None
+        prompt, output = Lengths(prompt_tokens, prompt_variation), Lengths(output_tokens, output_variation)
+        workload = Workload(rate, requests, prompt, output, burstiness, shared)
+        bench = _Bench(
+            list(workload.requests(seed)) if trace is None else read_trace(trace, model),
+            Machine(costs, max_batch_tokens, max_sequences, kv_tokens // block_size, block_size),
+            TransferRates(kv_bytes_per_token, link_seconds, link_rate),
+            Objectives(slo_ttft, slo_tpot),
+            seed,
+        )
+        routings = list(dict.fromkeys(routing or [RoutingName.POLICY]))
+        if plan:
+            runs = _plan(bench, routings[0], attainment, most_workers)
+        else:
+            pools = Pools(prefill, decode, both if both is not None else int(not prefill and not decode))
+            runs = [bench.run(pools, name) for name in routings]
+    except (ValueError, PlotUnavailable) as error:
+        raise typer.BadParameter(str(error)) from None
+    if not runs:
+        typer.echo(f"outrider: {most_workers} workers are not enough", err=True)
+        raise typer.Exit(1)
+    Console(highlight=False).print(_table(runs) if plan else table({run.name: run.summary for run in runs}))
+    if json_file is not None:
+        json_file.write_text(json.dumps([run.as_json() for run in runs], indent=2) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        plot(plot_file, {run.name: run.outcomes for run in runs}, bench.objectives)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A simulation that was made."""
+
+    name: str
+    pools: Pools
+    outcomes: Outcomes
+    summary: Summary
+
+    def as_json(self) -> dict[str, object]:
+        return {"name": self.name, **self.pools._asdict(), **self.summary.as_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """All of a simulation but pools and routing."""
+
+    requests: Sequence[Request]
+    machine: Machine
+    rates: TransferRates
+    objectives: Objectives
+    seed: int
+
+    def run(self, pools: Pools, routing: RoutingName, name: str | None = None) -> _Run:
+        outcomes = Cluster(pools, self.machine, self.rates, routing, self.seed).run(self.requests)
+        return _Run(name or routing.value, pools, outcomes, summarise(outcomes, self.objectives))
+
+
+def _plan(bench: _Bench, routing: RoutingName, attainment: float, most_workers: int) -> list[_Run]:
+    """The fewest workers that do both, and the fewest in separate pools unless these are more; none if none do."""
+
+    def meets(pools: Pools) -> bool:
+        return bench.run(pools, routing).summary.attainment >= attainment
+
+    both = least_of_both(meets, most_workers)
+    separate = least_separate(meets, both.num_workers if both is not None else most_workers)
+    found = sorted((pools for pools in (separate, both) if pools is not None), key=lambda pools: pools.num_workers)
+    return [bench.run(pools, routing, _name(pools)) for pools in found]
+
+
+def _name(pools: Pools) -> str:
+    if pools.num_both:
+        return f"{pools.num_both} both"
+    return f"{pools.num_prefill} prefill + {pools.num_decode} decode"
+
+
+def _table(runs: Sequence[_Run]) -> Table:
+    """What is found with --plan: fewest workers first."""
+    made = table({run.name: run.summary for run in runs})
+    rows: tuple[tuple[str, Callable[[_Run], str]], ...] = (
+        ("workers", lambda run: str(run.pools.num_workers)),
+        ("goodput per worker", lambda run: f"{run.summary.goodput / run.pools.num_workers:.2f}"),
+    )
+    for name, text in rows:
+        made.add_row(name, *map(text, runs))
+    return made

@@ -1,0 +1,31 @@
+"""What simulated workers have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.policy.step_costs import StepCosts
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What all workers have in common: `costs`, most tokens and sequences in a step, blocks of KV and their size.
+
+    `longest_run`: steps simulated at once, at most; any number gives the same result.
+    """
+
+    costs: StepCosts
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
+    num_blocks: int = 16_384
+    block_size: int = 16
+    longest_run: int = 1 << 40
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a step that could not hold a token of every sequence."""
+        if self.max_sequences > self.max_batch_tokens:
+            raise ValueError(f"{self.max_sequences} sequences do not fit a step of {self.max_batch_tokens} tokens")
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
