@@ -16,6 +16,7 @@ from services.cli.demo import demo
 from services.cli.generate import generate
 from services.cli.launcher import PREPARED, die_with_parent, prepare_this_process
 from services.cli.options import command_from_settings
+from services.cli.simulate import simulate
 from services.cli.up import up
 from services.draft.settings import DraftSettings
 from services.router.settings import RouterSettings
@@ -67,6 +68,7 @@ def outrider(
 app.command()(up)
 app.command()(generate)
 app.command()(demo)
+app.command()(simulate)
 
 _SOURCES = (
     "Every option may also be set in the environment, as OUTRIDER_{name}_<OPTION>, or in the \\[{table}] table of the "

@@ -31,7 +31,8 @@ _DRAFT_MEMORY_SHARE = 0.2
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out. `host` and `port` are the router's (0 picks a free one); workers
+    `draft` None leaves the drafter out. With `num_prefill` and `num_decode` the target workers are two pools, else
+    `num_targets` that do either. `host` and `port` are the router's (0 picks a free one); workers
     listen on free ports of the loopback alone. Options left None are each service's own to settle, from
     the environment or its default; `environment` adds to it for single processes, by name ("router",
     "draft", "target-0", ...).
@@ -40,6 +41,8 @@ class StackSettings:
     target: str = str(DEMO_TARGET)
     draft: str | None = str(DEMO_DRAFT)
     num_targets: int = 1
+    num_prefill: int = 0
+    num_decode: int = 0
     host: str = "127.0.0.1"
     port: int = 50051
     device: str | None = None
@@ -161,25 +164,38 @@ class Stack:
     def _make_processes(self) -> list[str]:
         """Makes, and does not start, every process; returns the workers' names."""
         settings = self.settings
-        targets = [f"target-{i}" for i in range(settings.num_targets)]
+        targets = self._targets()
         workers = ([] if settings.draft is None else ["draft"]) + targets
         address = {name: f"{LOOPBACK}:{port}" for name, port in zip(workers, _free_ports(len(workers)), strict=True)}
         address["router"] = f"{settings.host}:{_claim_port(settings.host, settings.port)}"
 
         engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
         for name in targets:
-            self._add(name, address[name], {"model": settings.target, **engine})
+            role = name.partition("-")[0]
+            self._add(
+                name,
+                address[name],
+                {"model": settings.target, "role": None if role == "target" else role, **engine},
+                service="target",
+            )
         if settings.draft is not None:
-            self._add("draft", address["draft"], {"model": settings.draft, **engine})
+            self._add("draft", address["draft"], {"model": settings.draft, **engine}, service="draft")
         route = {"targets": ",".join(address[name] for name in targets), "draft": address.get("draft")}
-        self._add("router", address["router"], {**route, "tokenizer": settings.target})
+        self._add("router", address["router"], {**route, "tokenizer": settings.target}, service="router")
         return workers
 
-    def _add(self, name: str, address: str, flags: Mapping[str, object]) -> None:
+    def _targets(self) -> list[str]:
+        """Names of the target workers; what comes before the dash is their role, or "target" for both."""
+        settings = self.settings
+        pools = {"prefill": settings.num_prefill, "decode": settings.num_decode}
+        if not any(pools.values()):
+            pools = {"target": settings.num_targets}
+        return [f"{role}-{i}" for role, count in pools.items() for i in range(count)]
+
+    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
         host, _, port = address.rpartition(":")
         flags = {"host": host, "port": port, "config": self.settings.config, **flags}
         flags |= {"drain-seconds": self.settings.drain_seconds}
-        service = name.partition("-")[0]
         command = [sys.executable, "-m", "services.cli.main", service]
         command += [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
         environment = {**os.environ, PARENT: str(os.getpid())}
@@ -197,7 +213,7 @@ class Stack:
         if service == "draft":
             return _DRAFT_MEMORY_SHARE
         rest = _MEMORY_SHARE if self.settings.draft is None else _MEMORY_SHARE - _DRAFT_MEMORY_SHARE
-        return round(rest / self.settings.num_targets, 3)
+        return round(rest / len(self._targets()), 3)
 
     def _log(self, name: str, line: str) -> None:
         self.lines.append((name, line))

@@ -27,6 +27,11 @@ def up(
         typer.Option(metavar="MODEL", help='Draft model, or "none" to serve without.', show_default="the demo draft"),
     ] = str(DEMO_DRAFT),
     num_targets: Annotated[int, typer.Option(metavar="N", min=1, help="Target workers.")] = 1,
+    prefill: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Target workers that prefill; with --decode."),
+    ] = 0,
+    decode: Annotated[int, typer.Option(metavar="N", min=0, help="Target workers that decode.")] = 0,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="The router's port; 0 picks a free one.")
@@ -48,10 +53,14 @@ def up(
     Ctrl-C drains it, a second one ends it at once. What else there is to set comes from the environment
     (OUTRIDER_ROUTER_..., OUTRIDER_TARGET_..., OUTRIDER_DRAFT_...) or from --config.
     """
+    if prefill and not decode:
+        raise typer.BadParameter("prefill workers need --decode workers to hand over to")
     settings = StackSettings(
         target=target,
         draft=None if draft == "none" else draft,
         num_targets=num_targets,
+        num_prefill=prefill,
+        num_decode=decode,
         host=host,
         port=port,
         device=device,

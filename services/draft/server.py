@@ -135,7 +135,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         if self._optimistic:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
             drafter.guess_on(min(len(token_ids), room - 1))
-        self._telemetry.record_span("draft", lane.traceparent, began_ns, now_ns, {NUM_DRAFT_TOKENS: len(token_ids)})
+        self.telemetry.record_span("draft", lane.traceparent, began_ns, now_ns, {NUM_DRAFT_TOKENS: len(token_ids)})
         return draft_pb2.DraftResult(
             sequence_id=lane.sequence_id,
             position=drafter.sequence.num_committed,

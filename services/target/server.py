@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from contextlib import AsyncExitStack
 
-from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
 
 from services.target.gathering import Gathering
+from services.target.hand_over import HandOver
 from services.target.settings import TargetSettings
 from services.target.verifier import check_proposal, verify
 from shared.engine.engine import Engine, Gain, StepOutcome
@@ -21,6 +23,10 @@ from shared.sampling.proposal import Proposal
 from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.tracing import Telemetry, configure
+from shared.transfer.engines import make_engines
+from shared.transfer.fetch import Fetcher
+from shared.transfer.offers import Offers
+from shared.transfer.servicer import TransferServicer
 from shared.worker.bundles import bundles
 from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto
 from shared.worker.service import run_worker
@@ -46,14 +52,26 @@ class TargetServicer(
     Methods named `_on_…` run on the engine's thread.
     """
 
-    def __init__(self, telemetry: Telemetry, fingerprint: str) -> None:
+    def __init__(self, telemetry: Telemetry, fingerprint: str, role: worker_pb2.Role = worker_pb2.ROLE_BOTH) -> None:
         super().__init__(telemetry, fingerprint)
+        self._role = role
         self._publisher: PrefixPublisher | None = None
+        self._hand_over: HandOver | None = None
         self._gathering = Gathering()
 
     def publish_to(self, publisher: PrefixPublisher) -> None:
         """From now on the prefix index learns which blocks this worker holds."""
         self._publisher = publisher
+
+    def hand_over_by(self, hand_over: HandOver) -> None:
+        """From now on KV comes from other workers and goes to them."""
+        self._hand_over = hand_over
+
+    def _info(self) -> worker_pb2.WorkerInfo:
+        info = super()._info()
+        info.role = self._role
+        info.block_bytes = self.engine.pool.block_num_bytes
+        return info
 
     def _announce_drain(self, stream: Stream) -> None:
         stream.send(target_pb2.TargetResponse(draining=True))
@@ -72,6 +90,18 @@ class TargetServicer(
                 return self._on_verify(stream, operation.verify)
             case "release":
                 self._on_release(stream, operation.release)
+                if self._hand_over is not None:
+                    self._hand_over.on_drop(stream, operation.release)
+            case "export":
+                lane = stream.lanes.get(operation.export.sequence_id)
+                if lane is not None and self._hand_over is not None:
+                    self._hand_over.on_export(operation.export.ticket, lane.sequence)
+            case "pull":
+                if self._hand_over is not None:
+                    self._hand_over.on_pull(stream, operation.pull)
+            case "withdraw":
+                if self._hand_over is not None:
+                    self._hand_over.on_withdraw(operation.withdraw)
         return []
 
     def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> list[target_pb2.StepResult]:
@@ -87,6 +117,8 @@ class TargetServicer(
             return [_refusal(id, target_pb2.STEP_STATUS_TOO_LARGE) for id in sequence_ids]
         if self._draining:
             return [_refusal(id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE) for id in sequence_ids]
+        if self._role == worker_pb2.ROLE_PREFILL and prefill.num_steps > 1:
+            return [_refusal(id, target_pb2.STEP_STATUS_WRONG_ROLE) for id in sequence_ids]
         root = root_hash(self.engine.fingerprint, prefill.cache_salt)
 
         def begin(sequence_id: int, sequence_index: int) -> Sequence:
@@ -104,11 +136,16 @@ class TargetServicer(
 
         sequence = begin(prefill.sequence_id, params.sequence_index)
         sequence.forks = [begin(fork.sequence_id, fork.sequence_index) for fork in prefill.forks]
+        if prefill.pull_id and self._hand_over is not None:
+            self._hand_over.on_begin(stream, prefill.pull_id, sequence)
         self.engine.scheduler.add(sequence)
         return []
 
     def _on_verify(self, stream: Stream, verification: target_pb2.Verify) -> list[target_pb2.StepResult]:
         """Lets a sequence go on; a result only if it is not here, or not where the router thinks it is."""
+        if self._role == worker_pb2.ROLE_PREFILL:
+            self._on_release(stream, verification.sequence_id)
+            return [_refusal(verification.sequence_id, target_pb2.STEP_STATUS_WRONG_ROLE)]
         lane = stream.lanes.get(verification.sequence_id)
         proposal = proposal_from_proto(verification.proposal)
         if lane is not None:
@@ -140,9 +177,18 @@ class TargetServicer(
 
     def _on_release(self, stream: Stream, sequence_id: int) -> None:
         lane = stream.lanes.get(sequence_id)
+        kv_import = None
         if lane is not None:
             self._gathering.forget(lane.sequence)
+            kv_import = lane.sequence.kv_import
         super()._on_release(stream, sequence_id)
+        if self._hand_over is not None:
+            self._hand_over.on_left(kv_import)
+
+    def _on_stream_end(self, stream: Stream) -> None:
+        super()._on_stream_end(stream)
+        if self._hand_over is not None:
+            self._hand_over.on_stream_end(stream)
 
     def _seconds_to_wait(self) -> float:
         if not self._gathering.any_away or not self.engine.step_costs:
@@ -183,7 +229,7 @@ class TargetServicer(
         if first and self._metrics is not None:
             self._metrics.prefix_hit(sequence.num_cached_tokens)
         if lane.traceparent:
-            self._telemetry.record_span(
+            self.telemetry.record_span(
                 "prefill" if first else "verify",
                 lane.traceparent,
                 lane.began_ns if first else outcome.began_ns,
@@ -212,27 +258,56 @@ def _refusal(sequence_id: int, status: target_pb2.StepStatus) -> target_pb2.Step
     return target_pb2.StepResult(sequence_id=sequence_id, status=status)
 
 
+_ROLES = {
+    "both": worker_pb2.ROLE_BOTH,
+    "prefill": worker_pb2.ROLE_PREFILL,
+    "decode": worker_pb2.ROLE_DECODE,
+}
+
+
 async def serve(settings: TargetSettings) -> None:
     """Runs a target worker until it is drained. Raises StartupError if it cannot start."""
     configure_logging("target", settings.log_level)
     telemetry = configure("outrider-target", settings.otlp_endpoint)
-    servicer = TargetServicer(telemetry, tokenizer_fingerprint(settings.model))
+    servicer = TargetServicer(telemetry, tokenizer_fingerprint(settings.model), _ROLES[settings.role])
+    transfers = TransferServicer()
     server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
     server.add("outrider.v1.Target", target_pb2_grpc.add_TargetServicer_to_server, servicer)
-    publisher: PrefixPublisher | None = None
+    # Also while it drains: what runs here goes to other workers then.
+    server.add("outrider.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfers, while_draining=True)
+    async with AsyncExitStack() as closing:
+        closing.callback(telemetry.shutdown)
 
-    async def publish(engine: Engine) -> None:
-        nonlocal publisher
-        if settings.redis_url is not None:
-            publisher = PrefixPublisher(
-                settings.redis_url, engine.fingerprint, servicer.instance_id, engine.blocks.findable
-            )
-            publisher.start()
-            servicer.publish_to(publisher)
+        async def connect(engine: Engine) -> None:
+            """Joins the other workers, before this one is SERVING."""
+            hand_over = await _make_hand_over(settings, servicer, transfers, closing)
+            servicer.hand_over_by(hand_over)
+            closing.push_async_callback(hand_over.close)
+            if settings.redis_url is not None:
+                publisher = PrefixPublisher(
+                    settings.redis_url, engine.fingerprint, servicer.instance_id, engine.blocks.findable
+                )
+                publisher.start()
+                closing.push_async_callback(publisher.close)
+                servicer.publish_to(publisher)
 
-    try:
-        await run_worker(server, servicer, settings, verify, publish)
-    finally:
-        if publisher is not None:
-            await publisher.close()
-        telemetry.shutdown()
+        await run_worker(server, servicer, settings, verify, connect)
+
+
+async def _make_hand_over(
+    settings: TargetSettings, servicer: TargetServicer, transfers: TransferServicer, closing: AsyncExitStack
+) -> HandOver:
+    engine, loop = servicer.engine, servicer.engine_loop
+    engines = make_engines(settings.kv_transfer, engine.pool, servicer.instance_id)
+    for each in engines.values():
+        closing.push_async_callback(each.close)
+    layout = transfer_pb2.BlockLayout(
+        fingerprint=engine.fingerprint,
+        model=engine.model.name,
+        dtype=str(engine.model.dtype).removeprefix("torch."),
+        block_size=engine.block_size,
+        block_bytes=engine.pool.block_num_bytes,
+    )
+    offers = Offers(loop, settings.lease_seconds)
+    transfers.attach(offers, engine.pool, layout, engines)
+    return HandOver(loop, offers, Fetcher(loop, layout, engines), servicer.telemetry)

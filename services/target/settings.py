@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,7 +11,7 @@ from shared.settings import RedisUrl
 
 
 class TargetSettings(EngineSettings):
-    """A target worker: its engine, and where it publishes its prefix blocks."""
+    """A target worker: its engine, its part in the deployment, and where it publishes its prefix blocks."""
 
     service: ClassVar[str] = "target"
 
@@ -19,4 +19,14 @@ class TargetSettings(EngineSettings):
     redis_url: RedisUrl | None = Field(
         default=None,
         description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
+    )
+    role: Literal["both", "prefill", "decode"] = Field(
+        default="both", description="Part in the deployment: prefill, decode, or both."
+    )
+    kv_transfer: Literal["auto", "nixl", "grpc"] = Field(
+        default="auto",
+        description="How KV blocks are read from other workers: nixl, grpc, or auto: nixl where both ends have it.",
+    )
+    lease_seconds: float = Field(
+        default=10.0, ge=1, description="How long KV blocks are held for a worker that says nothing."
     )

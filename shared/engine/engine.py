@@ -90,6 +90,10 @@ class Engine:
         self.step_costs: list[tuple[int, float]] = []
         self._num_failed_steps = 0
 
+    @property
+    def pool(self) -> KVPool:
+        return self._runner.pool
+
     def warm_up(self) -> None:
         """Admits the model by its self-test, which lays its weights out, and measures what steps cost.
 

@@ -81,11 +81,16 @@ class Edge(grpc.aio.ServerInterceptor):
         self._telemetry = telemetry
         self._authenticate = authenticate
         self._refusing = False
+        self._never_refused: list[str] = []
         self._wrapped: dict[str, _Handler] = {}
         self._num_infrastructure_streams = 0
         self._num_decoding = 0
         # One at a time: threads that decode share the interpreter with the event loop.
         self._decoder = asyncio.Semaphore(1)
+
+    def never_refuse(self, service: str) -> None:
+        """New RPCs of this service (its full name) are taken in any case."""
+        self._never_refused.append(f"/{service}/")
 
     def refuse(self) -> None:
         """Answer new RPCs with UNAVAILABLE from now on."""
@@ -173,7 +178,7 @@ class Edge(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: _ServicerContext) -> Any:
             self._started(context)
             try:
-                if self._refusing:
+                if self._refusing and not method.startswith(tuple(self._never_refused)):
                     raise Unavailable("the server is draining")
                 if not traced:
                     return await _call(method, behavior, request, context)

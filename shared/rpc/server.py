@@ -58,10 +58,22 @@ class RpcServer:
         self._services: list[str] = []
         self._drained = False
 
-    def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:
-        """Serve `service` (its full name) by `servicer`, with the generated `add_…_to_server` as `register`."""
+    def add(
+        self,
+        service: str,
+        register: Callable[[_Servicer, grpc.aio.Server], None],
+        servicer: _Servicer,
+        *,
+        while_draining: bool = False,
+    ) -> None:
+        """Serve `service` (its full name) by `servicer`, with the generated `add_…_to_server` as `register`.
+
+        `while_draining`: new calls are taken then as well.
+        """
         register(servicer, self._server)
         self._services.append(service)
+        if while_draining:
+            self._edge.never_refuse(service)
 
     async def start(self) -> None:
         """Listen; `address` then tells the port in use.

@@ -38,8 +38,16 @@ NUM_TOKENS: Final = "outrider.num_tokens"
 NUM_SEQUENCES: Final = "outrider.num_sequences"
 CACHED_TOKENS: Final = "outrider.cached_tokens"
 SEQUENCE_INDEX: Final = "outrider.sequence_index"
-# Address of the worker that placement chose, and why.
+# Addresses of the workers that placement chose, what of the prompt is there already, and what it foresaw, in seconds:
+# all in all, to the first token, and by which other streams are delayed.
 PLACEMENT_WORKER: Final = "outrider.placement.worker"
-PLACEMENT_SCORE: Final = "outrider.placement.score"
+PLACEMENT_PREFILL_WORKER: Final = "outrider.placement.prefill_worker"
 PLACEMENT_PREFIX_TOKENS: Final = "outrider.placement.prefix_tokens"
+PLACEMENT_COST: Final = "outrider.placement.cost"
+PLACEMENT_TTFT: Final = "outrider.placement.ttft"
+PLACEMENT_HARM: Final = "outrider.placement.harm"
+# Of KV from another worker: its address, what moved the bytes, and how many.
+TRANSFER_PEER: Final = "outrider.transfer.peer"
+TRANSFER_ENGINE: Final = "outrider.transfer.engine"
+TRANSFER_BYTES: Final = "outrider.transfer.bytes"
 CANCELLED: Final = "outrider.cancelled"

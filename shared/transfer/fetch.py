@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,9 @@ from shared.prefix.block_hash import HASH_BYTES
 from shared.rpc.channel import connect
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
 from shared.transfer.finish import finish
+from shared.transfer.grpc import GrpcEngine
+
+logger = logging.getLogger(__name__)
 
 # A peer that says nothing for so long, though asked more often, is given up: computing the rest is better then.
 _SILENCE_SECONDS: Final = 5.0
@@ -28,7 +32,8 @@ _MAX_BLOCKS_A_READ: Final = 1024
 
 
 class Fetched(NamedTuple):
-    """What a fetch brought: tokens that are held now, bytes that came, by which engine, in seconds."""
+    """What a fetch brought: tokens that are held now, bytes that came, by which engine, and in how many seconds of
+    reading: the wait for what was still being computed does not count."""
 
     num_tokens: int
     num_bytes: int
@@ -55,7 +60,6 @@ class Fetcher:
         unnoticed may have given them to others. The import is ended in any case, and none of its blocks is written to
         any more. Raises TransferFailed; what is missing is to be computed then.
         """
-        began = time.monotonic()
         try:
             fetch = _Fetch(self._engine_loop, self._layout, self._engines, kv_import)
             num_blocks, engine = await fetch.run(self._stub(address), address, ticket)
@@ -66,7 +70,7 @@ class Fetcher:
         finally:
             await finish(self._end(kv_import))
         num_bytes = num_blocks * self._layout.block_bytes
-        return Fetched(kv_import.num_tokens, num_bytes, engine, time.monotonic() - began)
+        return Fetched(kv_import.num_tokens, num_bytes, engine, fetch.read_seconds)
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -103,6 +107,7 @@ class _Fetch:
         self._import = kv_import
         self._imports = engine_loop.engine.scheduler.imports
         self._first_block = kv_import.num_held
+        self.read_seconds = 0.0
         # Blocks of the peer's pool, and of ours that they were read into.
         self._announced: list[int] = []
         self._read: list[int] = []
@@ -118,9 +123,7 @@ class _Fetch:
         tasks: list[asyncio.Task[None]] = []
         try:
             accepted = await self._begin(call, ticket)
-            if accepted.engine not in self._engines:
-                raise TransferFailed(f"the peer is read by {accepted.engine!r}, which is none of those offered")
-            peer = await self._engines[accepted.engine].peer(address, accepted.engine_metadata)
+            engine, peer = await self._connect(address, accepted)
             whole = asyncio.create_task(self._read_all(call, peer, accepted.fetch_id))
             # These end only by failing.
             tasks += [whole, asyncio.create_task(self._listen(call)), asyncio.create_task(self._renew(call))]
@@ -135,7 +138,7 @@ class _Fetch:
             call.cancel()
         num_tokens = self._num_tokens or 0
         await self._loop.ask(lambda: self._imports.arrived(self._import, self._read, num_tokens))
-        return len(self._read), accepted.engine
+        return len(self._read), engine
 
     async def _begin(self, call: Any, ticket: bytes | None) -> transfer_pb2.FetchAccepted:
         begin = transfer_pb2.FetchBegin(layout=self._layout, engines=list(self._engines), first_block=self._first_block)
@@ -153,6 +156,19 @@ class _Fetch:
             raise TransferFailed("the peer did not say how to read its blocks")
         accepted: transfer_pb2.FetchAccepted = first.accepted
         return accepted
+
+    async def _connect(self, address: str, accepted: transfer_pb2.FetchAccepted) -> tuple[str, TransferPeer]:
+        """Whom to read from, and by which engine: gRPC's where the best that both have does not reach, as nixl between
+        machines without RDMA. It needs nothing that was agreed on."""
+        if accepted.engine not in self._engines:
+            raise TransferFailed(f"the peer is read by {accepted.engine!r}, which is none of those offered")
+        try:
+            return accepted.engine, await self._engines[accepted.engine].peer(address, accepted.engine_metadata)
+        except TransferFailed as error:
+            if accepted.engine == GrpcEngine.name or GrpcEngine.name not in self._engines:
+                raise
+            logger.info("KV goes by gRPC", extra={"address": address, "reason": str(error)})
+            return GrpcEngine.name, await self._engines[GrpcEngine.name].peer(address, b"")
 
     async def _listen(self, call: Any) -> None:
         while True:
@@ -207,9 +223,11 @@ class _Fetch:
         blocks = await self._loop.ask(lambda: self._imports.allocate(self._import, len(sources)))
         reads = [BlockRead(source, block) for source, block in zip(sources, blocks, strict=True)]
         limit = _SILENCE_SECONDS + len(reads) * self._layout.block_bytes / _LEAST_RATE
+        began = time.monotonic()
         try:
             async with asyncio.timeout(limit):
                 await peer.read(fetch_id, reads)
+            self.read_seconds += time.monotonic() - began
         except TimeoutError:
             raise TransferFailed(f"{len(reads)} blocks were not read within {limit:.1f} s") from None
         self._read += blocks

@@ -34,7 +34,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
 
     def __init__(self, telemetry: Telemetry, tokenizer_fingerprint: str) -> None:
         self.instance_id = uuid.uuid4().hex
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._engine_loop: EngineLoop | None = None
         self._metrics: WorkerMetrics | None = None
@@ -48,11 +48,18 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     @property
     def engine(self) -> Engine:
         """Raises Unavailable while the model is not loaded."""
-        return self._loop().engine
+        return self.engine_loop.engine
+
+    @property
+    def engine_loop(self) -> EngineLoop:
+        """Raises Unavailable while the model is not loaded."""
+        if self._engine_loop is None:
+            raise Unavailable("the model is still being loaded")
+        return self._engine_loop
 
     def attach(self, engine: Engine, on_crash: Callable[[], None]) -> EngineLoop:
         """Starts serving from a warmed-up engine; `on_crash` is called if its thread ends by an error."""
-        self._metrics = WorkerMetrics(self._telemetry.meter, engine.model.name)
+        self._metrics = WorkerMetrics(self.telemetry.meter, engine.model.name)
         self._engine_loop = EngineLoop(engine, self._on_step, on_crash, self._seconds_to_wait)
         self._engine_loop.start()
         return self._engine_loop
@@ -70,7 +77,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     async def Serve(
         self, request_iterator: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Response]:
-        loop = self._loop()
+        loop = self.engine_loop
         stream: RouterStream[Response] = RouterStream()
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(request_iterator, stream, loop))
@@ -86,7 +93,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.WorkerInfo:
         # By the engine's thread: a worker whose engine hangs must not pass for one that serves.
-        return await self._loop().ask(self._info)
+        return await self.engine_loop.ask(self._info)
 
     def _info(self) -> worker_pb2.WorkerInfo:
         engine = self.engine
@@ -118,9 +125,11 @@ class WorkerServicer(ABC, Generic[Request, Response]):
                 owned_blocks=owned,
                 total_blocks=total,
                 num_sequences=len(self._lanes),
+                num_exports=len(self.engine.scheduler.exports),
+                num_imports=len(self.engine.scheduler.imports),
             )
 
-        return await self._loop().ask(look)
+        return await self.engine_loop.ask(look)
 
     async def drain(self) -> None:
         """Takes no new sequences, and returns when those here have ended and the streams are told so."""
@@ -184,11 +193,6 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def _kv_usage(self) -> float:
         counts = self.engine.blocks.counts()
         return counts.owned / counts.total
-
-    def _loop(self) -> EngineLoop:
-        if self._engine_loop is None:
-            raise Unavailable("the model is still being loaded")
-        return self._engine_loop
 
     async def _read(self, requests: AsyncIterator[Request], stream: RouterStream[Response], loop: EngineLoop) -> None:
         try:

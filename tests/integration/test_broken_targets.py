@@ -33,8 +33,8 @@ RESTART_SECONDS = 120.0
 class FaultyStack(Stack):
     """Its first target is a `tests.support.faulty_target`."""
 
-    def _add(self, name: str, address: str, flags: Mapping[str, object]) -> None:
-        super()._add(name, address, flags)
+    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
+        super()._add(name, address, flags, service=service)
         if name == FAULTY:
             process = self.processes[name]
             process._command = [sys.executable, "-m", "tests.support.faulty_target", *process._command[3:]]

@@ -16,7 +16,7 @@ from shared.rpc.errors import Internal
 from shared.rpc.options import MAX_MESSAGE_BYTES
 from shared.sampling.params import SamplingParams
 from tests.support.fake_workers import Answer, Fault, plain_output
-from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, Output, greedy, read_all, stack, until
+from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, FirstOnes, Output, greedy, read_all, stack, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -131,9 +131,10 @@ async def test_a_broken_worker_does_not_swallow_the_traffic(fault: Fault) -> Non
         link = s.fleet.targets[0]
         await until(lambda: link.connected and link.breaker.allows, "half-open")
         num_prefills = len(broken.prefills)
-        for _ in range(3):
+        for _ in range(24):
             assert (await s.generate(greedy(3))).tokens == {0: GREEDY}
-        assert len(broken.prefills) == num_prefills + 3, "back: idle as it is, and the first, it gets all"
+        # Of workers that are as good as each other one is drawn; of 24 draws fewer than 3 in 100,000 go so amiss.
+        assert len(broken.prefills) >= num_prefills + 3, "back, it gets its share"
         await s.until_idle()
 
 
@@ -163,6 +164,7 @@ async def test_with_every_breaker_open_requests_are_still_served() -> None:
 async def test_a_probe_that_is_cancelled_lets_the_next_one_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "_MIN_BACKOFF_SECONDS", 0.0)
     async with stack(num_targets=2) as s:
+        s.fleet.placer._random = FirstOnes()
         link = s.fleet.targets[0]
         link.breaker = breaker.CircuitBreaker()
         link.breaker.trip()
@@ -215,6 +217,7 @@ async def test_streams_are_moved_off_a_worker_that_hangs(num_draft_tokens: int) 
 async def test_nothing_is_placed_on_a_worker_whose_results_are_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "_HUNG_SECONDS", 1000.0)
     async with stack(num_targets=2) as s:
+        s.fleet.placer._random = FirstOnes()
         hanging, other = s.targets
         hanging.gate.clear()
         first = asyncio.create_task(s.generate(greedy(0)))

@@ -75,7 +75,7 @@ async def test_a_session_cancelled_before_its_first_step_leaves_nothing(num_time
     async with stack() as s:
         s.target.gate.clear()
         tasks: list[asyncio.Task[None]] = []
-        original = s.fleet.place
+        original = s.fleet.placer.place
 
         async def place_and_cancel(*args: Any) -> Any:
             placed = await original(*args)
@@ -89,7 +89,7 @@ async def test_a_session_cancelled_before_its_first_step_leaves_nothing(num_time
             if num_left > 1:
                 asyncio.get_running_loop().call_soon(cancel, num_left - 1)
 
-        s.fleet.place = place_and_cancel  # type: ignore[assignment, method-assign]
+        s.fleet.placer.place = place_and_cancel  # type: ignore[assignment, method-assign]
         session = _session(s)
 
         async def write(_: inference_pb2.GenerateResponse) -> None:

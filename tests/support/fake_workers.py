@@ -149,6 +149,7 @@ def worker_info(model: str, tokenizer_fingerprint: str, seconds: float) -> worke
         max_context=512,
         eos_token_ids=[0],
         block_size=16,
+        block_bytes=16 * 1024,
         num_blocks=1024,
         max_batch_tokens=512,
         device="none",

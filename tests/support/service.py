@@ -143,6 +143,7 @@ async def wait_until_idle(stack: Stack, seconds: float = IDLE_SECONDS) -> None:
                     state = await worker_state(stack, name)
         except TimeoutError:
             raise AssertionError(f"{name} is not idle after {seconds:g} s: {state}") from None
+        assert state.num_exports == state.num_imports == 0, f"{name}: {state}"
         assert state.free_blocks + state.cached_blocks + state.owned_blocks == state.total_blocks, f"{name}: {state}"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.target.gathering import Gathering
 from services.target.server import TargetServicer
 from shared.engine.block_pool import BlockPool
 from shared.engine.engine import Gain, StepOutcome
+from shared.engine.loop import EngineLoop
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
 from shared.sampling.params import SamplingParams
@@ -328,7 +330,9 @@ async def test_a_worker_whose_engine_hangs_does_not_say_what_it_is() -> None:
     servicer = TargetServicer(configure("t", None), "x")
     submitted: asyncio.Queue[Any] = asyncio.Queue()
     info = worker_pb2.WorkerInfo(model="m")
-    servicer._engine_loop = SimpleNamespace(submit=submitted.put_nowait)  # type: ignore[assignment]
+    loop: Any = SimpleNamespace(submit=submitted.put_nowait)
+    loop.ask = partial(EngineLoop.ask, loop)
+    servicer._engine_loop = loop
     servicer._info = lambda: info  # type: ignore[method-assign]
     context: Any = None
     asked = asyncio.create_task(servicer.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), context))

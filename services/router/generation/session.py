@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 
 from opentelemetry import trace
 from outrider.v1 import inference_pb2, target_pb2
@@ -14,6 +15,7 @@ from outrider.v1 import inference_pb2, target_pb2
 from services.router.clients.chunk_queue import ChunkQueue, Write
 from services.router.clients.request import GenerateOptions
 from services.router.clients.usage import UsageMeter
+from services.router.generation.passage import Passage
 from services.router.generation.scout import Scout
 from services.router.text.detokenizer import Detokenizer
 from services.router.text.tokenizer import TextTokenizer
@@ -27,7 +29,11 @@ from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
     NUM_ACCEPTED,
     NUM_DRAFT_TOKENS,
+    PLACEMENT_COST,
+    PLACEMENT_HARM,
+    PLACEMENT_PREFILL_WORKER,
     PLACEMENT_PREFIX_TOKENS,
+    PLACEMENT_TTFT,
     PLACEMENT_WORKER,
     ROUND,
     SEQUENCE_INDEX,
@@ -88,12 +94,13 @@ class Session:
 
     async def _generate(self) -> None:
         """Runs all sequences, and puts their chunks in the queue."""
-        lanes: list[TargetLane] = []
+        sequences: list[SequenceSession] = []
         tasks: list[asyncio.Task[None]] = []
         try:
-            lanes = await self.prefill(self.options.prompt_ids, self.options.params)
+            lanes, passage = await self.prefill(self.options.prompt_ids, self.options.params)
             for params, lane in zip(self.options.params, lanes, strict=True):
-                sequence = SequenceSession(self, params, lane, self._detokenizer())
+                sequence = SequenceSession(self, params, lane, passage, self._detokenizer())
+                sequences.append(sequence)
                 tasks.append(asyncio.create_task(sequence.run(self._emit)))
             await asyncio.gather(*tasks)
         finally:
@@ -101,31 +108,53 @@ class Session:
                 task.cancel()
             # A task cancelled before its first step releases nothing. Now, not behind the wait below: we may be
             # cancelled again in it (a deadline is over here and at the client at the same time).
-            for lane in lanes:
-                lane.release()
+            for each in sequences:
+                each.release()
             self._chunks.end()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prefill(
         self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink] = ()
-    ) -> list[TargetLane]:
-        """Places these tokens on a target worker, a lane for each of `params`; on one of `avoided` only if need be."""
+    ) -> tuple[list[TargetLane], Passage | None]:
+        """Places these tokens: a lane for each of `params`, and what takes them on to where they are decoded, if that
+        is another worker. Those of `avoided` are taken only if need be."""
         with self.telemetry.span("place") as span:
-            link, num_blocks = await self.fleet.place(token_ids, self._cache_salt, self._most_tokens, avoided)
-            span.set_attribute(PLACEMENT_WORKER, link.address)
-            span.set_attribute(PLACEMENT_PREFIX_TOKENS, num_blocks * self.fleet.model.block_size)
-        return link.prefill(token_ids, len(self.options.prompt_ids), params, 1, self._cache_salt, current_traceparent())
+            placed = await self.fleet.placer.place(token_ids, self._cache_salt, self._most_tokens, avoided)
+            span.set_attributes(
+                {
+                    PLACEMENT_WORKER: placed.decode.address,
+                    PLACEMENT_PREFILL_WORKER: placed.first.address,
+                    PLACEMENT_PREFIX_TOKENS: placed.prefix_tokens,
+                    PLACEMENT_COST: placed.plan.cost,
+                    PLACEMENT_TTFT: placed.plan.ttft,
+                    PLACEMENT_HARM: placed.plan.harm,
+                }
+            )
+        first, parent = placed.first, current_traceparent()
+        num_prompt_tokens = len(self.options.prompt_ids)
+        pull_id = 0
+        if placed.source is not None:
+            observe = partial(self.fleet.placer.observe_transfer, placed.source, first)
+            pull_id = first.pull(placed.source.address, b"", token_ids, self._cache_salt, parent, observe)
+        lanes = first.prefill(
+            token_ids, num_prompt_tokens, params, 1, self._cache_salt, parent, pull_id, only_user=True
+        )
+        if not placed.remote_prefill:
+            return lanes, None
+        observe = partial(self.fleet.placer.observe_transfer, first, placed.decode)
+        passage = Passage(first, placed.decode, lanes, token_ids, num_prompt_tokens, self._cache_salt, parent, observe)
+        return lanes, passage
 
     async def prefill_again(
         self, token_ids: Sequence[int], params: SamplingParams, avoided: Collection[TargetLink]
-    ) -> TargetLane:
+    ) -> tuple[TargetLane, Passage | None]:
         """A new lane for a sequence whose worker was lost, on another worker or on the same one, back up."""
         deadline = time.monotonic() + self._failover_seconds
         while True:
             await self.fleet.wait_until_usable(max(0.0, deadline - time.monotonic()), self._most_tokens)
             with suppress(Unavailable):  # it was lost again before the sequence was placed there
-                [lane] = await self.prefill(token_ids, [params], avoided)
-                return lane
+                [lane], passage = await self.prefill(token_ids, [params], avoided)
+                return lane, passage
 
     def blame(self, link: TargetLink) -> None:
         """Counts a failure of this request's against the worker: one, however often and for however many sequences,
@@ -160,11 +189,20 @@ class SequenceSession:
     The committed tokens are held here; workers are caches. A worker lost costs a prefill, never a token.
     """
 
-    def __init__(self, session: Session, params: SamplingParams, lane: TargetLane, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self,
+        session: Session,
+        params: SamplingParams,
+        lane: TargetLane,
+        passage: Passage | None,
+        detokenizer: Detokenizer,
+    ) -> None:
+        """`passage`: to the worker where it goes on behind its first token, if not on that of `lane`."""
         self._session = session
         self._options = session.options
         self._params = params
         self._lane = lane
+        self._passage = passage
         self._draft = session.draft_lane(params)
         self._detokenizer = detokenizer
         self._token_ids = list(session.options.prompt_ids)
@@ -173,7 +211,8 @@ class SequenceSession:
         self._drafted: list[int] = []
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         # One that never drafts says nothing of those that do.
-        self._gamma = None if self._draft is None else session.fleet.gamma(lane.link)
+        home = lane.link if passage is None else passage.destination
+        self._gamma = None if self._draft is None else session.fleet.gamma(home)
         prior = None if self._gamma is None else self._gamma.acceptance
         self._pace = Pace(prior, session.options.num_draft_tokens, in_shadow=params.coupled)
         self._scout = Scout(self._draft, self._pace.drafting) if self._draft is not None and params.coupled else None
@@ -192,9 +231,9 @@ class SequenceSession:
                         emit(self._take(entry.result))
                         if self._finish_reason:
                             return
-                        entry = await self._next_result(entry)
+                        entry = await (self._next_result(entry) if self._passage is None else self._move())
                 except WorkerLost as error:
-                    self._lane.release()
+                    self.release()
                     failures.append(self._lane.link)
                     self._session.blame(self._lane.link)
                     logger.info("sequence lost", extra={"address": self._lane.link.address, "reason": str(error)})
@@ -205,15 +244,42 @@ class SequenceSession:
                             "target workers failed %d times in a row, last %s: %s", len(failures), where, error
                         )
                         raise Unavailable(f"target workers failed {len(failures)} times in a row") from error
-                    self._lane = await self._session.prefill_again(self._token_ids, self._params, failures)
+                    await self._begin_again(failures)
         finally:
             if self._gamma is not None:
                 self._gamma.leave(self._pace.drafting, self._num_output_tokens if self._finish_reason else None)
-            self._lane.release()
+            if self._finish_reason:
+                self._session.fleet.placer.observe_output(self._num_output_tokens)
+            self.release()
             if self._scout is not None:
                 self._scout.end()
             if self._draft is not None:
                 self._draft.release()
+
+    def release(self) -> None:
+        """Gives up its place on the target workers. Safe to call again."""
+        self._lane.release()
+        passage, self._passage = self._passage, None
+        if passage is not None:
+            passage.leave()
+
+    async def _begin_again(self, avoided: Collection[TargetLink]) -> None:
+        self._lane, self._passage = await self._session.prefill_again(self._token_ids, self._params, avoided)
+
+    async def _move(self) -> LaneResult:
+        """Goes on where its KV went, behind its first token; the first result there."""
+        assert self._passage is not None
+        lane = self._passage.move(self._token_ids, self._params, current_traceparent())
+        self._lane.release()
+        if lane is None:
+            self.release()
+            await self._begin_again(())
+            return await self._lane.next()
+        self._lane = lane
+        entry = await lane.next()
+        passage, self._passage = self._passage, None
+        passage.leave()
+        return entry
 
     async def _next_result(self, last: LaneResult) -> LaneResult:
         """The result of a round, or in plain decoding simply the next one."""

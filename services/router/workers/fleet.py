@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from outrider.v1 import worker_pb2
 
 from services.router.workers.connection import WorkerRefused, step_costs
 from services.router.workers.draft_link import DraftLink
-from services.router.workers.placement import choose
+from services.router.workers.placer import Placer
 from services.router.workers.target_link import TargetLink
 from shared.policy.gamma import GammaController
-from shared.prefix.block_hash import hash_blocks, root_hash
-from shared.prefix.index import PrefixIndex
 from shared.rpc.errors import Unavailable
 from shared.settings import StartupError
 
@@ -49,8 +47,7 @@ class Fleet:
         self.draft = DraftLink(draft, self._check_draft, self.changed) if draft is not None else None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tokenizer_fingerprint = tokenizer_fingerprint
-        self._redis_url = redis_url
-        self._index: PrefixIndex | None = None
+        self.placer = Placer(lambda: self.targets, redis_url)
         self._max_num_draft_tokens = max_num_draft_tokens
         self._info: worker_pb2.WorkerInfo | None = None
         self._first_target_at: float | None = None
@@ -75,8 +72,7 @@ class Fleet:
         for task in self._tasks:
             with suppress(asyncio.CancelledError, StartupError):
                 await task
-        if self._index is not None:
-            await self._index.close()
+        await self.placer.close()
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
@@ -93,8 +89,8 @@ class Fleet:
 
     @property
     def usable(self) -> bool:
-        """Whether any target worker takes sequences."""
-        return any(link.usable for link in self.targets)
+        """Whether any target worker takes sequences to their end."""
+        return any(link.usable and link.decodes for link in self.targets)
 
     async def wait_until_usable(self, seconds: float, num_tokens: int) -> None:
         """Returns when a target worker takes sequences of that many tokens, prompt and output together.
@@ -103,47 +99,12 @@ class Fleet:
         """
         try:
             async with asyncio.timeout(seconds), self.changed:
-                await self.changed.wait_for(lambda: any(link.usable and link.fits(num_tokens) for link in self.targets))
+                await self.changed.wait_for(
+                    lambda: any(link.usable and link.decodes and link.fits(num_tokens) for link in self.targets)
+                )
         except TimeoutError as error:
             what = f"that has room for {num_tokens} tokens " if self.usable else ""
             raise Unavailable(f"no target worker {what}came back in time") from error
-
-    async def place(
-        self, token_ids: Sequence[int], cache_salt: bytes, num_tokens: int, avoided: Collection[TargetLink]
-    ) -> tuple[TargetLink, int]:
-        """The worker to prefill these tokens on, and the leading blocks the index says it holds.
-
-        `num_tokens`: what the sequence may grow to, prompt and output together. Workers in `avoided` get it only if
-        there is no other. Raises Unavailable if none is usable and has room.
-        """
-        candidates = self._candidates(num_tokens, avoided)
-        model = self.model
-        hits: dict[str, int] = {}
-        num_blocks = (len(token_ids) - 1) // model.block_size
-        if len(candidates) > 1 and self._index is not None and num_blocks > 0:
-            root = root_hash(model.fingerprint, cache_salt)
-            hashes = hash_blocks(token_ids[: num_blocks * model.block_size], model.block_size, root)
-            instances = [link.info.instance_id for link in candidates if link.info is not None]
-            hits = await self._index.lookup(hashes, instances)
-            # Looked at again: workers may have come and gone during the lookup.
-            candidates = self._candidates(num_tokens, avoided)
-        if not candidates and self.usable:
-            raise Unavailable(f"no target worker has room for {num_tokens} tokens, prompt and output together, now")
-        loads = {link: link.load() for link in candidates}
-        chosen = choose(list(loads.values()), num_blocks, hits)
-        return next((link, hits.get(chosen, 0)) for link, load in loads.items() if load.instance_id == chosen)
-
-    def _candidates(self, num_tokens: int, avoided: Collection[TargetLink]) -> list[TargetLink]:
-        """The workers that could take a sequence, without those better left alone as long as that leaves any."""
-        candidates = [link for link in self.targets if link.usable and link.fits(num_tokens)]
-        left_alone: list[Callable[[TargetLink], bool]] = [
-            lambda link: link.overdue,
-            lambda link: link in avoided,
-            lambda link: not link.breaker.allows,
-        ]
-        for worse in left_alone:
-            candidates = [link for link in candidates if not worse(link)] or candidates
-        return candidates
 
     def gamma(self, target: TargetLink) -> GammaController | None:
         """The controller of this target worker and the drafter; None while there is no drafter."""
@@ -181,8 +142,7 @@ class Fleet:
     def _check_model(self, info: worker_pb2.WorkerInfo) -> None:
         self._check_tokenizer(info, "target")
         if self._info is None:
-            if self._redis_url is not None:
-                self._index = PrefixIndex(self._redis_url, info.fingerprint)
+            self.placer.open(info)
         elif info.fingerprint != self._info.fingerprint:
             raise StartupError(
                 f"target workers must serve one model in one dtype and block size: {info.model} in {info.dtype} "
@@ -209,6 +169,7 @@ class Fleet:
             link.tick(_WATCH_SECONDS)
         for link in self.targets:
             others = [other for other in self.targets if other is not link and other.usable and not other.overdue]
+            others = [other for other in others if other.decodes]
             if link.connected and link.hung(sole=not any(other.breaker.allows for other in others)):
                 link.give_up()
 

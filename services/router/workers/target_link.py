@@ -8,18 +8,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import grpc
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 
 from services.router.workers.breaker import CircuitBreaker
 from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
-from services.router.workers.placement import WorkerLoad
 from services.router.workers.silence import Silence
+from shared.policy.placement import Role
 from shared.sampling.params import SamplingParams
 from shared.worker.messages import params_to_proto
 
 logger = logging.getLogger(__name__)
+
+_ROLES: Final[dict[int, Role]] = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 # Results of a sequence after which its worker counts as doing its work, if it has not ended before.
 _PROVEN_RESULTS = 8
 
@@ -59,6 +62,8 @@ class TargetLane:
     num_prefill_tokens: int
     waiting: bool = True
     probe: bool = False
+    # What it waits for to begin with, if anything.
+    pull_id: int = 0
     num_owed: int = field(init=False)
     num_received: int = 0
     _results: asyncio.Queue[LaneResult | None] = field(default_factory=asyncio.Queue)
@@ -115,13 +120,26 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         super().__init__(address, check, changed)
         self.draining = False
         self.backlog = Backlog()
+        # Sequences that will come when their prompt is computed elsewhere.
+        self.num_incoming = 0
         self.breaker = CircuitBreaker()
         self._silence = Silence()
         self._notifying: asyncio.Task[None] | None = None
         self._lanes: dict[int, TargetLane] = {}
         self._sequence_ids = itertools.count(1)
+        # What came of pulls is told to who asked for them.
+        self._pulls: dict[int, Callable[[target_pb2.PullResult], None]] = {}
         self._stats = worker_pb2.StepStats()
         self._prefill_seconds = 0.0
+
+    @property
+    def role(self) -> Role:
+        """Its part in the deployment; "both" before it is known."""
+        return _ROLES.get(self.info.role, "both") if self.info is not None else "both"
+
+    @property
+    def decodes(self) -> bool:
+        return self.role != "prefill"
 
     @property
     def num_decoding(self) -> int:
@@ -160,15 +178,10 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self.breaker.trip()
         self.hang_up()
 
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(
-            instance_id=self.info.instance_id if self.info is not None else self.address,
-            num_running=max(0, len(self._lanes) - self._stats.num_waiting),
-            num_waiting=self._stats.num_waiting,
-            # An idle worker reports no steps: what it said last is over.
-            kv_usage=self._stats.kv_usage if self._lanes else 0.0,
-            alive=self.usable,
-        )
+    @property
+    def stats(self) -> worker_pb2.StepStats:
+        """Of its latest step. An idle worker reports none: what it said last is over."""
+        return self._stats if self._lanes else worker_pb2.StepStats()
 
     def prefill(
         self,
@@ -178,8 +191,14 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         num_steps: int,
         cache_salt: bytes,
         traceparent: str,
+        pull_id: int = 0,
+        *,
+        only_user: bool = False,
     ) -> list[TargetLane]:
-        """Begins a sequence for each of `params`, all on the same tokens, computed once."""
+        """Begins a sequence for each of `params`, all on the same tokens, computed once; with the KV of that pull.
+
+        `only_user`: no others begin with it, so that it is dropped when these have.
+        """
         num_tokens = [len(token_ids), *[0] * (len(params) - 1)]
         lanes = [TargetLane(self, next(self._sequence_ids), num_steps, each) for each in num_tokens]
         first, *forks = lanes
@@ -195,14 +214,59 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             num_steps=num_steps,
             cache_salt=cache_salt,
             traceparent=traceparent,
+            pull_id=pull_id,
         )
         sequence_ids = [lane.sequence_id for lane in lanes]
         self.send(target_pb2.TargetOperation(prefill=prefill), sequence_ids, begins=True)
         first.probe = self.breaker.begin()
+        if only_user:
+            first.pull_id = pull_id
         self.backlog.num_sequences += len(lanes)
         self.backlog.num_tokens += len(token_ids)
         self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         return lanes
+
+    def export(self, lane: TargetLane, ticket: bytes) -> None:
+        """Has the KV of a sequence held for whoever comes with the ticket."""
+        export = target_pb2.Export(sequence_id=lane.sequence_id, ticket=ticket)
+        self.send(target_pb2.TargetOperation(export=export), [lane.sequence_id])
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Nobody will come with it."""
+        if self.connected:
+            self.send(target_pb2.TargetOperation(withdraw=ticket), [])
+
+    def pull(
+        self,
+        address: str,
+        ticket: bytes,
+        token_ids: Sequence[int],
+        cache_salt: bytes,
+        traceparent: str,
+        pulled: Callable[[target_pb2.PullResult], None],
+    ) -> int:
+        """Has it fetch KV of these tokens from the worker at `address`: what is exported under the ticket, or cached.
+
+        Returns the pull's id, which `drop_pull` is to be called with. `pulled` is told what came of it, unless it is
+        dropped or the worker lost before.
+        """
+        pull_id = next(self._sequence_ids)
+        pull = target_pb2.Pull(
+            pull_id=pull_id,
+            address=address,
+            ticket=ticket,
+            token_ids=token_ids,
+            cache_salt=cache_salt,
+            traceparent=traceparent,
+        )
+        self.send(target_pb2.TargetOperation(pull=pull), [pull_id], begins=True)
+        self._pulls[pull_id] = pulled
+        return pull_id
+
+    def drop_pull(self, pull_id: int) -> None:
+        """No further sequence begins with it. Safe to call again."""
+        if self.connected and self._pulls.pop(pull_id, None) is not None:
+            self.send_release(pull_id)
 
     def release(self, sequence_id: int) -> None:
         lane = self._lanes.get(sequence_id)
@@ -234,6 +298,9 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             if response.results:
                 self.costs.observe(response.stats.num_tokens, response.stats.seconds)
             self._prefill_seconds += self._seconds_of_prompts(response.stats)
+        for pull in response.pulls:
+            if (pulled := self._pulls.get(pull.pull_id)) is not None:
+                pulled(pull)
         now = time.monotonic()
         for result in response.results:
             lane = self._lanes.get(result.sequence_id)
@@ -246,7 +313,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         lane.num_owed -= 1
         lane.num_received += 1
         ended = status in (target_pb2.STEP_STATUS_STOPPED, target_pb2.STEP_STATUS_LENGTH)
-        if ended or (status == target_pb2.STEP_STATUS_RUNNING and lane.num_received == _PROVEN_RESULTS):
+        num_results = _PROVEN_RESULTS if self.decodes else 1
+        if ended or (status == target_pb2.STEP_STATUS_RUNNING and lane.num_received == num_results):
             self.breaker.succeeded()
             lane.probe = False
         if status != target_pb2.STEP_STATUS_RUNNING:
@@ -257,6 +325,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         for lane in list(self._lanes.values()):
             self._drop(lane)
             lane._receive(None)
+        self._pulls.clear()
         self.draining = False
         self._silence.heard()
         self._stats = worker_pb2.StepStats()
@@ -265,6 +334,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         """Its first result is here, or it is given up. Safe to call again."""
         if lane.waiting:
             lane.waiting = False
+            self.drop_pull(lane.pull_id)
             self.backlog.num_sequences -= 1
             self.backlog.num_tokens -= lane.num_prefill_tokens
 

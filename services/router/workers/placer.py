@@ -1,0 +1,174 @@
+"""Where a prompt goes: what is known of the workers, put before the placement policy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from outrider.v1 import target_pb2, worker_pb2
+
+from services.router.workers.target_link import TargetLink
+from shared.policy.placement import (
+    NoWorker,
+    Plan,
+    Request,
+    TransferRates,
+    WorkerView,
+    by_depth,
+    candidates,
+    choose,
+)
+from shared.prefix.block_hash import hash_blocks, root_hash
+from shared.prefix.index import PrefixIndex
+from shared.rpc.errors import Unavailable
+
+# Before anything was measured: what a transfer takes beside its bytes, and bytes a second.
+_TRANSFER_SECONDS = 0.02
+_TRANSFER_RATE = 500e6
+# Output tokens expected of a request before any has ended, and how much each counts that did.
+_OUTPUT_TOKENS = 128.0
+_OUTPUT_WEIGHT = 0.05
+
+
+class Placement(NamedTuple):
+    """Where a request begins (`first`), where it goes on behind its first token (`decode`: the same worker or another),
+    and whose cached prefix is fetched to begin with (`source`)."""
+
+    first: TargetLink
+    decode: TargetLink
+    source: TargetLink | None
+    prefix_tokens: int
+    plan: Plan
+
+    @property
+    def remote_prefill(self) -> bool:
+        return self.first is not self.decode
+
+
+class Placer:
+    """Chooses among a router's target workers."""
+
+    def __init__(self, targets: Callable[[], Collection[TargetLink]], redis_url: str | None) -> None:
+        """`targets`: all there are now. With `redis_url`, the prefix index there tells who holds a prompt's blocks."""
+        self._targets = targets
+        self._redis_url = redis_url
+        self._index: PrefixIndex | None = None
+        self._rates: TransferRates | None = None
+        self._random = random.Random()
+        self._num_output_tokens = _OUTPUT_TOKENS
+
+    def open(self, info: worker_pb2.WorkerInfo) -> None:
+        """Now it is known which model's blocks there are."""
+        if self._redis_url is not None and self._index is None:
+            self._index = PrefixIndex(self._redis_url, info.fingerprint)
+        self._rates = TransferRates(info.block_bytes / info.block_size, _TRANSFER_SECONDS, _TRANSFER_RATE)
+
+    async def close(self) -> None:
+        if self._index is not None:
+            await self._index.close()
+
+    async def place(
+        self, token_ids: Sequence[int], cache_salt: bytes, num_tokens: int, avoided: Collection[TargetLink]
+    ) -> Placement:
+        """The workers for a sequence with these tokens.
+
+        `num_tokens`: what it may grow to, prompt and output together. Workers in `avoided` get it only if there is no
+        other. Raises Unavailable if none is usable and has room.
+        """
+        links = self._candidates(num_tokens, avoided)
+        hits: Mapping[str, int] = {}
+        if len(links) > 1:
+            hits = await self._hits(links, token_ids, cache_salt)
+            # Looked at again: workers may have come and gone during the lookup.
+            links = self._candidates(num_tokens, avoided)
+        if not any(link.decodes for link in links):
+            if any(link.usable and link.decodes for link in self._targets()):
+                raise Unavailable(f"no target worker has room for {num_tokens} tokens, prompt and output together, now")
+            raise Unavailable("no target worker is alive")
+        assert self._rates is not None
+        by_id = {link.info.instance_id: link for link in links if link.info is not None}
+        hits = {instance: tokens for instance, tokens in hits.items() if instance in by_id}
+        pools = [
+            [id for id, link in by_id.items() if link.decodes],
+            [id for id, link in by_id.items() if not link.decodes],
+        ]
+        chosen = candidates(by_depth(hits), pools, self._random)
+        num_output = min(num_tokens - len(token_ids), self._num_output_tokens)
+        try:
+            plan = choose(
+                Request(len(token_ids), max(1.0, num_output)),
+                [_view(instance, by_id[instance], hits.get(instance, 0)) for instance in chosen],
+                self._rates,
+                self._random,
+            )
+        except NoWorker as error:
+            raise Unavailable("no target worker is alive") from error
+        first = by_id[plan.prefill or plan.decode]
+        source = by_id[plan.fetch] if plan.fetch is not None else None
+        prefix_tokens = hits.get(plan.prefill or plan.decode, 0) + plan.fetch_tokens
+        return Placement(first, by_id[plan.decode], source, prefix_tokens, plan)
+
+    def observe_transfer(self, source: TargetLink, destination: TargetLink, result: target_pb2.PullResult) -> None:
+        """A transfer took that long."""
+        if self._rates is not None and source.info is not None and destination.info is not None:
+            ends = source.info.instance_id, destination.info.instance_id
+            self._rates.observe(*ends, result.num_bytes, result.seconds)
+
+    def observe_output(self, num_tokens: int) -> None:
+        """A sequence ended with so many tokens of output."""
+        self._num_output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._num_output_tokens)
+
+    def forget(self, instance_id: str) -> None:
+        """That worker is gone for good."""
+        if self._rates is not None:
+            self._rates.forget(instance_id)
+
+    async def _hits(
+        self, links: Sequence[TargetLink], token_ids: Sequence[int], cache_salt: bytes
+    ) -> Mapping[str, int]:
+        """Leading tokens that each instance holds, of the full blocks before the last token."""
+        infos = [link.info for link in links if link.info is not None]
+        if self._index is None or not infos:
+            return {}
+        block_size = infos[0].block_size
+        num_blocks = (len(token_ids) - 1) // block_size
+        if num_blocks == 0:
+            return {}
+        root = root_hash(infos[0].fingerprint, cache_salt)
+        hashes = hash_blocks(token_ids[: num_blocks * block_size], block_size, root)
+        depths = await self._index.lookup(hashes, [info.instance_id for info in infos])
+        return {instance: depth * block_size for instance, depth in depths.items()}
+
+    def _candidates(self, num_tokens: int, avoided: Collection[TargetLink]) -> list[TargetLink]:
+        """The workers that could take a sequence, without those better left alone if that leaves one to decode."""
+        found = [link for link in self._targets() if link.usable and link.fits(num_tokens)]
+        left_alone: list[Callable[[TargetLink], bool]] = [
+            lambda link: link.overdue,
+            lambda link: link in avoided,
+            lambda link: not link.breaker.allows,
+        ]
+        for worse in left_alone:
+            better = [link for link in found if not worse(link)]
+            if any(link.decodes for link in better):
+                found = better
+            else:
+                found = [link for link in found if link.decodes or not worse(link)]
+        return found
+
+
+def _view(instance: str, link: TargetLink, prefix_tokens: int) -> WorkerView:
+    info = link.info
+    assert info is not None
+    return WorkerView(
+        worker_id=instance,
+        role=link.role,
+        costs=link.costs,
+        max_batch_tokens=info.max_batch_tokens,
+        kv_tokens=info.num_blocks * info.block_size,
+        num_decoding=link.num_lanes - link.backlog.num_sequences + link.num_incoming,
+        num_waiting=link.backlog.num_sequences,
+        backlog_tokens=link.backlog.num_tokens,
+        kv_usage=link.stats.kv_usage,
+        prefix_tokens=prefix_tokens,
+    )

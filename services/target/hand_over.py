@@ -1,0 +1,145 @@
+"""A target worker's part in moving KV: what it holds for others, and what it fetches for sequences to come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from outrider.v1 import target_pb2
+
+from shared.engine.kv_import import KVImport
+from shared.engine.loop import EngineLoop
+from shared.engine.sequence import Sequence
+from shared.prefix.block_hash import root_hash
+from shared.telemetry.attributes import ERROR_TYPE, NUM_TOKENS, TRANSFER_BYTES, TRANSFER_ENGINE, TRANSFER_PEER
+from shared.telemetry.tracing import Telemetry
+from shared.transfer.engine import TransferFailed
+from shared.transfer.fetch import Fetcher
+from shared.transfer.offers import Offers
+from shared.worker.stream import RouterStream
+
+logger = logging.getLogger(__name__)
+
+Stream = RouterStream[target_pb2.TargetResponse]
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """An import on its way for a router. `task` belongs to the event loop, the rest to the engine's thread."""
+
+    kv_import: KVImport
+    task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Nobody needs it any more; on the event loop."""
+        self.cancelled = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class HandOver:
+    """Methods named `on_…` run on the engine's thread."""
+
+    def __init__(self, engine_loop: EngineLoop, offers: Offers, fetcher: Fetcher, telemetry: Telemetry) -> None:
+        self._engine_loop = engine_loop
+        self._offers = offers
+        self._fetcher = fetcher
+        self._telemetry = telemetry
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._pulls: dict[tuple[Stream, int], _Incoming] = {}
+        # Until its fetch is over.
+        self._under_way: dict[KVImport, _Incoming] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_export(self, ticket: bytes, sequence: Sequence) -> None:
+        """Offers a sequence's blocks to whoever comes with the ticket."""
+        self._offers.offer(ticket, sequence)
+
+    def on_pull(self, stream: Stream, request: target_pb2.Pull) -> None:
+        """Begins to fetch; an id that came before over this stream is ignored."""
+        key = (stream, request.pull_id)
+        if key in self._pulls:
+            return
+        engine = self._engine_loop.engine
+        root = root_hash(engine.fingerprint, request.cache_salt)
+        kv_import = engine.scheduler.begin_import(request.token_ids, root)
+        incoming = self._pulls[key] = self._under_way[kv_import] = _Incoming(kv_import)
+        self._asyncio_loop.call_soon_threadsafe(self._start, stream, request, incoming)
+
+    def on_withdraw(self, ticket: bytes) -> None:
+        """Nobody will come with it."""
+        self._offers.drop(ticket)
+
+    def on_begin(self, stream: Stream, pull_id: int, sequence: Sequence) -> None:
+        """The sequence begins with what the pull brings, if it is known here."""
+        incoming = self._pulls.get((stream, pull_id))
+        if incoming is not None:
+            sequence.kv_import = incoming.kv_import
+
+    def on_drop(self, stream: Stream, pull_id: int) -> None:
+        """No further sequence begins with it. An unknown id is ignored."""
+        incoming = self._pulls.pop((stream, pull_id), None)
+        if incoming is not None:
+            self._engine_loop.engine.scheduler.imports.drop(incoming.kv_import)
+            self.on_left(incoming.kv_import)
+
+    def on_left(self, kv_import: KVImport | None) -> None:
+        """A sequence that may have waited for it is gone: if none does nor will, it is not fetched any further."""
+        incoming = self._under_way.get(kv_import) if kv_import is not None else None
+        if incoming is not None and incoming.kv_import.dropped and not incoming.kv_import.num_waiting:
+            self._asyncio_loop.call_soon_threadsafe(incoming.cancel)
+
+    def on_stream_end(self, stream: Stream) -> None:
+        """Drops all that was fetched for a router that is gone. What it had offered goes by its lease."""
+        for _, pull_id in [key for key in self._pulls if key[0] is stream]:
+            self.on_drop(stream, pull_id)
+
+    async def close(self) -> None:
+        """Ends every fetch."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._fetcher.close()
+
+    def _forget(self, kv_import: KVImport) -> None:
+        del self._under_way[kv_import]
+
+    def _start(self, stream: Stream, request: target_pb2.Pull, incoming: _Incoming) -> None:
+        task = incoming.task = asyncio.create_task(self._fetch(stream, request, incoming.kv_import))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if incoming.cancelled:
+            task.cancel()
+
+    async def _fetch(self, stream: Stream, request: target_pb2.Pull, kv_import: KVImport) -> None:
+        """Fetches, and tells the router what came of it."""
+        began_ns = time.time_ns()
+        result = target_pb2.PullResult(pull_id=request.pull_id)
+        try:
+            fetched = await self._fetcher.fetch(kv_import, request.address, request.ticket or None)
+            result.num_tokens = fetched.num_tokens
+            result.num_bytes = fetched.num_bytes
+            result.engine = fetched.engine
+            result.seconds = fetched.seconds
+        except TransferFailed as error:
+            logger.warning("KV not fetched", extra={"address": request.address, "reason": str(error)})
+            result.error = str(error)
+        finally:
+            self._engine_loop.submit(lambda: self._forget(kv_import))
+        stream.send(target_pb2.TargetResponse(pulls=[result]))
+        self._telemetry.record_span(
+            "kv.transfer",
+            request.traceparent,
+            began_ns,
+            time.time_ns(),
+            {
+                TRANSFER_PEER: request.address,
+                TRANSFER_ENGINE: result.engine,
+                TRANSFER_BYTES: result.num_bytes,
+                NUM_TOKENS: result.num_tokens,
+                **({ERROR_TYPE: result.error} if result.error else {}),
+            },
+        )
