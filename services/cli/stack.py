@@ -43,6 +43,7 @@ class StackSettings:
     num_targets: int = 1
     num_prefill: int = 0
     num_decode: int = 0
+    num_drafts: int = 1
     host: str = "127.0.0.1"
     port: int = 50051
     device: str | None = None
@@ -165,7 +166,8 @@ class Stack:
         """Makes, and does not start, every process; returns the workers' names."""
         settings = self.settings
         targets = self._targets()
-        workers = ([] if settings.draft is None else ["draft"]) + targets
+        drafts = [] if settings.draft is None else ["draft", *(f"draft-{i}" for i in range(1, settings.num_drafts))]
+        workers = drafts + targets
         address = {name: f"{LOOPBACK}:{port}" for name, port in zip(workers, _free_ports(len(workers)), strict=True)}
         address["router"] = f"{settings.host}:{_claim_port(settings.host, settings.port)}"
 
@@ -178,9 +180,11 @@ class Stack:
                 {"model": settings.target, "role": None if role == "target" else role, **engine},
                 service="target",
             )
-        if settings.draft is not None:
-            self._add("draft", address["draft"], {"model": settings.draft, **engine}, service="draft")
-        route = {"targets": ",".join(address[name] for name in targets), "draft": address.get("draft")}
+        for name in drafts:
+            self._add(name, address[name], {"model": settings.draft, **engine}, service="draft")
+        route = {"targets": ",".join(address[name] for name in targets)}
+        if drafts:
+            route["drafts"] = ",".join(address[name] for name in drafts)
         self._add("router", address["router"], {**route, "tokenizer": settings.target}, service="router")
         return workers
 
@@ -199,9 +203,8 @@ class Stack:
         command = [sys.executable, "-m", "services.cli.main", service]
         command += [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
         environment = {**os.environ, PARENT: str(os.getpid())}
-        if service != "draft":
-            # Not a flag: the URL holds a password, and anybody can list a process's arguments.
-            environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
+        # Not a flag: the URL holds a password, and anybody can list a process's arguments.
+        environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
         environment |= self.settings.environment.get(name, {})
         if service != "router":
             environment.setdefault(f"OUTRIDER_{service.upper()}_MEMORY_SHARE", str(self._memory_share(service)))
@@ -211,7 +214,7 @@ class Stack:
     def _memory_share(self, service: str) -> float:
         """What a worker may take of the memory that all workers of the stack share."""
         if service == "draft":
-            return _DRAFT_MEMORY_SHARE
+            return round(_DRAFT_MEMORY_SHARE / self.settings.num_drafts, 3)
         rest = _MEMORY_SHARE if self.settings.draft is None else _MEMORY_SHARE - _DRAFT_MEMORY_SHARE
         return round(rest / len(self._targets()), 3)
 

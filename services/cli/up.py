@@ -32,6 +32,7 @@ def up(
         typer.Option(metavar="N", min=0, help="Target workers that prefill; with --decode."),
     ] = 0,
     decode: Annotated[int, typer.Option(metavar="N", min=0, help="Target workers that decode.")] = 0,
+    num_drafts: Annotated[int, typer.Option(metavar="N", min=1, help="Draft workers.")] = 1,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="The router's port; 0 picks a free one.")
@@ -61,6 +62,7 @@ def up(
         num_targets=num_targets,
         num_prefill=prefill,
         num_decode=decode,
+        num_drafts=num_drafts,
         host=host,
         port=port,
         device=device,

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from shared.engine.settings import EngineSettings
+from shared.worker.settings import WorkerSettings
 
 
-class DraftSettings(EngineSettings):
+class DraftSettings(WorkerSettings):
     """A draft worker: its engine, and how it proposes."""
 
     service: ClassVar[str] = "draft"

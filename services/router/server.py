@@ -151,10 +151,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
         self._tenant(context)
-        model, draft = self._fleet.model, self._fleet.draft
+        model = self._fleet.model
+        drafts = [link.info.model for link in self._fleet.drafts if link.info is not None]
         return inference_pb2.GetModelInfoResponse(
             model=model.model,
-            draft_model=draft.info.model if draft is not None and draft.info is not None else "",
+            draft_model=drafts[0] if drafts else "",
             vocab_size=model.vocab_size,
             max_context=model.max_context,
             eos_token_ids=model.eos_token_ids,
@@ -201,10 +202,11 @@ async def serve(settings: RouterSettings) -> None:
     tenants = Tenants({key.get_secret_value(): tenant for tenant, key in settings.api_keys.items()}, secret)
     fleet = Fleet(
         settings.targets,
-        settings.draft,
+        settings.drafts,
         tokenizer_fingerprint(settings.tokenizer),
         settings.max_num_draft_tokens,
         settings.redis_url,
+        settings.deployment,
     )
     servicer = InferenceServicer(settings, tokenizer, fleet, tenants, telemetry)
     server = RpcServer(

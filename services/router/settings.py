@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
+from shared.registry.keys import DEFAULT_DEPLOYMENT
+from shared.registry.setting import DEPLOYMENT_DESCRIPTION, Deployment
 from shared.settings import Address, RedisUrl, ServiceSettings
 
 
@@ -38,13 +40,17 @@ class RouterSettings(ServiceSettings):
 
     port: int = Field(default=50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     targets: Annotated[list[Address], NoDecode, BeforeValidator(_comma_separated)] = Field(
-        min_length=1, description="Target workers, host:port, separated by commas."
+        default=[],
+        description="Target workers, host:port, separated by commas; none: all workers that register in Redis.",
     )
-    draft: Address | None = Field(default=None, description="Draft worker, host:port; unset: no speculation.")
+    drafts: Annotated[list[Address], NoDecode, BeforeValidator(_comma_separated)] = Field(
+        default=[], description="Draft workers, host:port, separated by commas; none: no speculation."
+    )
+    deployment: Deployment = Field(default=DEFAULT_DEPLOYMENT, description=DEPLOYMENT_DESCRIPTION)
     tokenizer: str = Field(min_length=1, description="The target's tokenizer: its model folder or hub name.")
     redis_url: RedisUrl | None = Field(
         default=None,
-        description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
+        description="Redis with the prefix index, and the workers if none are named (redis://, rediss:// or unix://).",
     )
     max_running: int = Field(default=64, ge=1, description="Sequences served at once (a request has n).")
     max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; beyond, RESOURCE_EXHAUSTED.")
@@ -65,6 +71,14 @@ class RouterSettings(ServiceSettings):
     max_prompt_bytes: int = Field(
         default=1 << 20, ge=1, description="Longest prompt: bytes of text or chat, or token ids."
     )
+
+    @model_validator(mode="after")
+    def _finds_workers(self) -> Self:
+        if not self.targets and self.redis_url is None:
+            raise ValueError("must name target workers, or redis_url where they register")
+        if self.drafts and not self.targets:
+            raise ValueError("must name target workers as well where draft workers are named")
+        return self
 
     @property
     def max_request_bytes(self) -> int:

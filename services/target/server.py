@@ -291,7 +291,7 @@ async def serve(settings: TargetSettings) -> None:
                 closing.push_async_callback(publisher.close)
                 servicer.publish_to(publisher)
 
-        await run_worker(server, servicer, settings, verify, connect)
+        await run_worker(server, servicer, settings, verify, connect, settings.role)
 
 
 async def _make_hand_over(

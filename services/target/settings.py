@@ -6,20 +6,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from shared.engine.settings import EngineSettings
-from shared.settings import RedisUrl
+from shared.worker.settings import WorkerSettings
 
 
-class TargetSettings(EngineSettings):
-    """A target worker: its engine, its part in the deployment, and where it publishes its prefix blocks."""
+class TargetSettings(WorkerSettings):
+    """A target worker: its engine, its part in the deployment, and how KV comes and goes."""
 
     service: ClassVar[str] = "target"
 
     port: int = Field(default=50052, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    redis_url: RedisUrl | None = Field(
-        default=None,
-        description="Redis that holds the prefix index (redis://, rediss:// or unix://); unset: no sharing.",
-    )
     role: Literal["both", "prefill", "decode"] = Field(
         default="both", description="Part in the deployment: prefill, decode, or both."
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import transformers
@@ -14,12 +15,17 @@ import transformers
 from shared.engine.engine import Engine, Sampler
 from shared.engine.model import CausalLM
 from shared.engine.settings import EngineSettings
+from shared.registry.listing import Listing
+from shared.registry.member import Member
 from shared.rpc.server import RpcServer
 from shared.worker.failure import WorkerFailed
 from shared.worker.servicer import WorkerServicer
+from shared.worker.settings import WorkerSettings
 from shared.worker.watchdog import StepWatchdog, step_limit
 
 logger = logging.getLogger(__name__)
+
+Role: TypeAlias = Literal["both", "prefill", "decode", ""]
 
 # What a worker that ends itself gets to do so in order; then it is gone, whatever holds it up.
 _END_SECONDS = 20.0
@@ -53,13 +59,15 @@ def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
 async def run_worker(
     server: RpcServer,
     servicer: WorkerServicer[Any, Any],
-    settings: EngineSettings,
+    settings: WorkerSettings,
     sample: Sampler,
     serving: Callable[[Engine], Awaitable[None]] | None = None,
+    role: Role = "",
 ) -> None:
     """Runs a worker whose servicer is added to `server`, until it is drained.
 
-    Health is NOT_SERVING until the model is loaded and warmed up and `serving` has returned.
+    Health is NOT_SERVING until the model is loaded and warmed up and `serving` has returned. With a Redis, routers
+    find it there from then on, until it drains.
     Raises StartupError if the model cannot be served, WorkerFailed when its engine breaks or hangs: it cannot be
     trusted then, the process has to go, and the routers' sessions move on.
     """
@@ -71,14 +79,23 @@ async def run_worker(
     await server.start()
     tasks: list[asyncio.Task[None]] = []
     hung = False
+    member: Member | None = None
+
+    async def drain() -> None:
+        # At the same time: a Redis that is away must not hold up what runs here.
+        await asyncio.gather(servicer.drain(), *([] if member is None else [member.withdraw()]))
+
     try:
         engine = await asyncio.to_thread(load_engine, settings, sample)
         engine_loop = servicer.attach(engine, on_crash)
         if serving is not None:
             await serving(engine)
         await server.set_serving(True)
+        if settings.redis_url is not None:
+            member = Member(settings.redis_url, settings.deployment, _listing(settings, servicer, server.address, role))
+            member.start()
         watchdog = StepWatchdog(lambda: engine_loop.turn, step_limit(engine.step_costs, settings.max_batch_tokens))
-        drained = asyncio.create_task(server.serve(servicer.drain, settings.drain_seconds))
+        drained = asyncio.create_task(server.serve(drain, settings.drain_seconds))
         crashed = asyncio.create_task(_wait(failed))
         hangs = asyncio.create_task(watchdog.wait())
         tasks += [drained, crashed, hangs]
@@ -101,9 +118,20 @@ async def run_worker(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if member is not None:
+            await member.close()
         await server.stop()
         if not hung:
             servicer.close()
+
+
+def _listing(settings: WorkerSettings, servicer: WorkerServicer[Any, Any], address: str, role: Role) -> Listing:
+    """How others find this worker, which listens on `address`."""
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]"):
+        host = socket.gethostname()
+    kind: Literal["target", "draft"] = "draft" if settings.service == "draft" else "target"
+    return Listing(kind, servicer.instance_id, settings.advertise or f"{host}:{port}", role)
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -28,7 +28,7 @@ async def second_router(stack: Stack, pair: Pair) -> AsyncIterator[inference_pb2
     with socket.create_server((LOOPBACK, 0)) as probe:
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "services.cli.main", "router", f"--host={LOOPBACK}", f"--port={port}"]
-    command += [f"--targets={stack.processes['target-0'].address}", f"--draft={stack.processes['draft'].address}"]
+    command += [f"--targets={stack.processes['target-0'].address}", f"--drafts={stack.processes['draft'].address}"]
     command += [f"--tokenizer={pair.target}"]
     environment = {**os.environ, PARENT: str(os.getpid()), "OUTRIDER_ROUTER_REDIS_URL": stack.redis.url}
     process = ServiceProcess("second router", command, environment, f"{LOOPBACK}:{port}", lambda name, line: None)

@@ -46,7 +46,7 @@ async def test_a_drafter_that_dies_while_asked_is_not_waited_for() -> None:
 
 def make_scout_due(s: Stack) -> GammaController:
     """Drafting would pay if it were good, which it was not."""
-    controller = s.fleet.gamma(s.fleet.targets[0])
+    controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
     assert controller is not None
     controller._draft = StepCosts([(1, 0.1 * STEP_SECONDS)])
     for _ in range(100):
@@ -115,11 +115,10 @@ async def test_a_drafter_that_hangs_is_waited_for_once() -> None:
     async with stack() as s:
         assert s.drafter is not None
         s.drafter.answer = Answer.HANG
-        assert s.fleet.draft is not None
-        epoch = s.fleet.draft.epoch
+        epoch = s.fleet.drafts[0].epoch
         assert (await s.generate(greedy(3, max_tokens=100))).tokens == {0: plain_output(PROMPT, 100)}
         assert s.drafter.num_asked == 1
-        link = s.fleet.draft
+        link = s.fleet.drafts[0]
         await until(lambda: link.epoch > epoch and link.connected, "connected anew")
         s.drafter.answer = Answer.PROPOSE
         usage = (await s.generate(greedy(3))).usage
@@ -132,12 +131,11 @@ async def test_a_drafter_that_hangs_is_waited_for_once() -> None:
 async def test_a_sequence_that_the_drafter_keeps_waiting_does_not_cost_the_others_theirs() -> None:
     async with stack() as s:
         assert s.drafter is not None
-        assert s.fleet.draft is not None
-        epoch = s.fleet.draft.epoch
+        epoch = s.fleet.drafts[0].epoch
         s.drafter.answers = {0: Answer.HANG}
         outputs = await asyncio.gather(*(s.generate(greedy(1, max_tokens=400)) for _ in range(3)))
         assert all(output.tokens == {0: plain_output(PROMPT, 400)} for output in outputs)
-        assert s.fleet.draft.epoch == epoch
+        assert s.fleet.drafts[0].epoch == epoch
         assert sorted(output.usage.rounds > 0 for output in outputs if output.usage) == [False, True, True]
 
 
@@ -148,8 +146,7 @@ async def test_a_late_proposal_costs_neither_the_link_nor_the_sequence_its_draft
     monkeypatch.setattr(draft_link, "_FIRST_PAUSE_SECONDS", 0.01)
     async with stack() as s:
         assert s.drafter is not None
-        assert s.fleet.draft is not None
-        link, drafter, epoch = s.fleet.draft, s.drafter, s.fleet.draft.epoch
+        link, drafter, epoch = s.fleet.drafts[0], s.drafter, s.fleet.drafts[0].epoch
         drafter.gate.clear()
         output = Output()
         call = s.stub.Generate(greedy(3, max_tokens=400))
@@ -202,8 +199,7 @@ async def test_room_that_was_not_there_is_asked_for_again_later(monkeypatch: pyt
 async def lose_drafter(s: Stack) -> DraftLink:
     """Stops it; returns the router's link once that has noticed."""
     assert s.drafter is not None
-    assert s.fleet.draft is not None
-    link = s.fleet.draft
+    link = s.fleet.drafts[0]
     await s.drafter.stop()
     await until(lambda: not link.connected, "loss noticed")
     return link

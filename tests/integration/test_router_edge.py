@@ -349,8 +349,8 @@ async def test_a_worker_that_does_not_fit_and_comes_late_is_refused_and_the_othe
     for worker in (first, late):
         await worker.start()
     targets = [first.address, *([late.address] if which == "target" else [])]
-    fleet = Fleet(targets, late.address if which == "draft" else None, FINGERPRINT, 8, None)
-    link = fleet.targets[-1] if which == "target" else fleet.draft
+    fleet = Fleet(targets, [late.address] if which == "draft" else [], FINGERPRINT, 8, None)
+    link = fleet.targets[-1] if which == "target" else fleet.drafts[0]
     assert link is not None
     fleet._check_target(first.info)  # in service, long ago
     fleet.start()

@@ -37,7 +37,7 @@ async def test_without_a_drafter_and_with_speculation_off() -> None:
 
 async def test_sequences_that_never_draft_do_not_tell_how_long_those_that_do_become() -> None:
     async with stack() as s:
-        controller = s.fleet.gamma(s.fleet.targets[0])
+        controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
         assert controller is not None
         left: list[int | None] = []
         leave = controller.leave

@@ -146,7 +146,7 @@ async def stack(
     )
     fleet = Fleet(
         options.targets,
-        draft.address if draft is not None else None,
+        [draft.address] if draft is not None else [],
         FINGERPRINT,
         options.max_num_draft_tokens,
         None,
@@ -161,9 +161,7 @@ async def stack(
     try:
         await until(lambda: all(link.connected for link in fleet.targets), "targets connected")
         await until(lambda: all(target.streams for target in targets), "streams open")
-        if fleet.draft is not None:
-            link = fleet.draft
-            await until(lambda: link.connected, "drafter connected")
+        await until(lambda: all(link.connected for link in fleet.drafts), "drafter connected")
         async with connect(server.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             yield Stack(targets, draft, fleet, servicer, server, stub, server.address)

@@ -111,7 +111,7 @@ async def test_a_late_answer_is_heeded_before_the_next_is_asked_for(
     monkeypatch.setattr(draft_link, "_PATIENCE", 0.0)
     link = Link()
     link.info = worker_pb2.WorkerInfo(max_context=100)
-    lane = DraftLane(link, 3, SamplingParams(), b"")
+    lane = DraftLane(lambda: link, 3, SamplingParams(), b"")
     assert await lane.propose([1, 2, 3], 4, "") is None
     assert [operation.propose.token_ids for operation in link._outbox.take()] == [[1, 2, 3]]
     now[0] += 100
@@ -134,7 +134,7 @@ def answer(link: Link, sequence_id: int, position: int, status: draft_pb2.DraftS
 
 def drafting_lane(link: Link) -> DraftLane:
     link.info = worker_pb2.WorkerInfo(max_context=100)
-    return DraftLane(link, 3, SamplingParams(), b"")
+    return DraftLane(lambda: link, 3, SamplingParams(), b"")
 
 
 @pytest.mark.parametrize("status", [draft_pb2.DRAFT_STATUS_PROPOSED, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE])

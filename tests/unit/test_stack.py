@@ -98,7 +98,7 @@ async def test_every_service_is_started_with_its_settings_and_drained_in_order()
         assert len(set(addresses.values())) == 4
         assert list(said)[-1] == "router"
         assert said["router"]["flags"]["targets"] == f"{addresses['target-0']},{addresses['target-1']}"
-        assert said["router"]["flags"]["draft"] == addresses["draft"]
+        assert said["router"]["flags"]["drafts"] == addresses["draft"]
         assert said["router"]["flags"]["tokenizer"] == "big"
         assert f"127.0.0.1:{said['router']['flags']['port']}" == stack.router_address
         assert said["draft"]["flags"]["model"] == "small"
@@ -112,7 +112,7 @@ async def test_every_service_is_started_with_its_settings_and_drained_in_order()
             "OUTRIDER_ROUTER_REDIS_URL": NoRedis.url,
             "OUTRIDER_ROUTER_MEMORY_SHARE": None,
         }
-        assert said["draft"]["environment"]["OUTRIDER_DRAFT_REDIS_URL"] is None
+        assert said["draft"]["environment"]["OUTRIDER_DRAFT_REDIS_URL"] == NoRedis.url
         # The workers share one machine's memory, unless somebody says how.
         assert said["draft"]["environment"]["OUTRIDER_DRAFT_MEMORY_SHARE"] == "0.2"
         shares = [said[name]["environment"]["OUTRIDER_TARGET_MEMORY_SHARE"] for name in ("target-0", "target-1")]
@@ -127,7 +127,7 @@ async def test_every_service_is_started_with_its_settings_and_drained_in_order()
 async def test_a_killed_target_comes_back_at_its_address() -> None:
     async with Stack(StackSettings(draft=None, port=0)) as stack:
         assert "draft" not in stack.processes
-        assert "draft" not in started(stack)["router"]["flags"]
+        assert "drafts" not in started(stack)["router"]["flags"]
         stack.kill("target-0")
         await stack.processes["target-0"].ready.wait()
         starts = [json.loads(line)["flags"]["port"] for name, line in stack.lines if name == "target-0" and "{" in line]

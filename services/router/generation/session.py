@@ -164,9 +164,9 @@ class Session:
             link.breaker.failed()
 
     def draft_lane(self, params: SamplingParams) -> DraftLane | None:
-        if self.fleet.draft is None or not self.options.speculation_enabled or self.options.num_draft_tokens == 0:
+        if not self.fleet.may_draft or not self.options.speculation_enabled or self.options.num_draft_tokens == 0:
             return None
-        return DraftLane(self.fleet.draft, len(self.options.prompt_ids), params, self._cache_salt)
+        return DraftLane(self.fleet.choose_draft, len(self.options.prompt_ids), params, self._cache_salt)
 
     def text_of(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])
@@ -212,7 +212,7 @@ class SequenceSession:
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         # One that never drafts says nothing of those that do.
         home = lane.link if passage is None else passage.destination
-        self._gamma = None if self._draft is None else session.fleet.gamma(home)
+        self._gamma = None if self._draft is None else session.fleet.gamma(home, self._draft.link)
         prior = None if self._gamma is None else self._gamma.acceptance
         self._pace = Pace(prior, session.options.num_draft_tokens, in_shadow=params.coupled)
         self._scout = Scout(self._draft, self._pace.drafting) if self._draft is not None and params.coupled else None
@@ -333,7 +333,7 @@ class SequenceSession:
 
     def _controller(self) -> GammaController | None:
         """γ's controller of the worker we are on; None while there is no drafting."""
-        gamma = self._session.fleet.gamma(self._lane.link) if self._draft is not None else None
+        gamma = self._session.fleet.gamma(self._lane.link, self._draft.link) if self._draft is not None else None
         if gamma is not self._gamma:
             if self._gamma is not None:
                 self._gamma.leave(self._pace.drafting, None)

@@ -43,14 +43,22 @@ class Ask:
 
 
 class DraftLane:
-    """One sequence's place on the draft worker, made anew there whenever it was lost.
+    """One sequence's place on a draft worker, made anew, there or on another, whenever it was lost.
 
     The drafter is expendable: every failure is an absent proposal, never an error. A late answer is waited for
     no longer, but not asked for again either before it has come.
     """
 
-    def __init__(self, link: DraftLink, num_prompt_tokens: int, params: SamplingParams, cache_salt: bytes) -> None:
-        self._link = link
+    def __init__(
+        self,
+        choose: Callable[[], DraftLink | None],
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        cache_salt: bytes,
+    ) -> None:
+        """`choose` says on which worker the sequence is to begin, if there is any."""
+        self._choose = choose
+        self._link = choose()
         self._num_prompt_tokens = num_prompt_tokens
         self._params = params
         self._cache_salt = cache_salt
@@ -58,21 +66,35 @@ class DraftLane:
         # Committed tokens the worker was told of, over the connection of that epoch, and those it has surely computed.
         self._num_told = 0
         self._num_computed = 0
-        self._epoch = link.epoch
+        self._epoch = 0
         self._ask: Ask | None = None
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._paused_until = 0.0
         self._outgrown = False
 
     @property
+    def link(self) -> DraftLink | None:
+        """The worker it is on; where it is on none, that on which it would begin."""
+        if self._link is None or not self.num_told:
+            self._link = self._choose() or self._link
+        return self._link
+
+    @property
     def num_told(self) -> int:
-        return self._num_told if self._epoch == self._link.epoch else 0
+        return self._num_told if self._link is not None and self._epoch == self._link.epoch else 0
 
     @property
     def available(self) -> bool:
         """Whether the drafter is there and has room for this sequence, as far as is known."""
         waiting = self._ask is not None and not self._ask.answer.done()
-        return self._link.connected and not self._outgrown and not waiting and time.monotonic() >= self._paused_until
+        link = self.link
+        return (
+            link is not None
+            and link.connected
+            and not self._outgrown
+            and not waiting
+            and time.monotonic() >= self._paused_until
+        )
 
     def prefill(self, token_ids: Sequence[int], traceparent: str) -> None:
         """Has the drafter compute the prompt's KV while the target does."""
@@ -87,14 +109,14 @@ class DraftLane:
             self._take_late_answer()
             if not self.available or not self._fits(token_ids):
                 return None
-            self._tell(token_ids, num_draft_tokens, traceparent)
+            link = self._tell(token_ids, num_draft_tokens, traceparent)
             num_unseen = len(token_ids) - self._num_computed
-            ask = self._ask = self._link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
+            ask = self._ask = link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
             await asyncio.wait([ask.answer], timeout=ask.due - time.monotonic())
             if not ask.answer.done():
-                logger.info("no proposal in time", extra={"address": self._link.address, "unseen": num_unseen})
+                logger.info("no proposal in time", extra={"address": link.address, "unseen": num_unseen})
                 self._pause()
-                self._link.watch()
+                link.watch()
                 return None
             if self._ask is not ask:
                 return None  # somebody else asked meanwhile, and took this answer in
@@ -113,19 +135,20 @@ class DraftLane:
     def release(self) -> None:
         """Gives the place up. Safe to call again, and to propose after it."""
         ask, self._ask = self._ask, None
-        if self.num_told:
+        if self.num_told and self._link is not None:
             self._link.release(self._sequence_id, ask)
         self._num_told = 0
 
     def _fits(self, token_ids: Sequence[int]) -> bool:
-        info = self._link.info
+        info = self._link.info if self._link is not None else None
         self._outgrown = info is not None and len(token_ids) >= info.max_context
         return not self._outgrown
 
-    def _tell(self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str) -> None:
-        told = self.num_told
+    def _tell(self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str) -> DraftLink:
+        link, told = self.link, self.num_told
+        assert link is not None
         if told == 0:
-            self._sequence_id = self._link.new_sequence_id()
+            self._sequence_id = link.begin()
             self._num_computed = 0
         propose = draft_pb2.Propose(
             sequence_id=self._sequence_id,
@@ -138,8 +161,9 @@ class DraftLane:
             propose.params.CopyFrom(params_to_proto(self._params))
             propose.num_prompt_tokens = self._num_prompt_tokens
             propose.cache_salt = self._cache_salt
-        self._link.send(draft_pb2.DraftOperation(propose=propose), [self._sequence_id], begins=told == 0)
-        self._num_told, self._epoch = len(token_ids), self._link.epoch
+        link.send(draft_pb2.DraftOperation(propose=propose), [self._sequence_id], begins=told == 0)
+        self._num_told, self._epoch = len(token_ids), link.epoch
+        return link
 
     def _take_late_answer(self) -> None:
         """An answer that nobody waited for any more still tells whether the drafter has the sequence."""
@@ -152,6 +176,8 @@ class DraftLane:
         if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
             self._num_computed = result.position
             return
+        if self.num_told and self._link is not None:
+            self._link.ended(self._sequence_id)
         self._num_told = 0
         if result.status == draft_pb2.DRAFT_STATUS_EXHAUSTED:
             self._pause()
@@ -172,11 +198,24 @@ class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftReques
         # By sequence and position: an answer that comes too late must not pass for the next one.
         self._asks: dict[tuple[int, int], Ask] = {}
         self._sequence_ids = itertools.count(1)
+        self._begun: set[int] = set()
         self._last_response = 0.0
         self._watching: asyncio.TimerHandle | None = None
 
-    def new_sequence_id(self) -> int:
-        return next(self._sequence_ids)
+    @property
+    def num_sequences(self) -> int:
+        """Those it keeps, or is to begin."""
+        return len(self._begun)
+
+    def begin(self) -> int:
+        """The id of a new sequence."""
+        sequence_id = next(self._sequence_ids)
+        self._begun.add(sequence_id)
+        return sequence_id
+
+    def ended(self, sequence_id: int) -> None:
+        """The worker does not have it any more."""
+        self._begun.discard(sequence_id)
 
     def ask(self, sequence_id: int, position: int, num_unseen: int, num_draft_tokens: int) -> Ask:
         """Notes that the worker was asked for a proposal behind that many committed tokens."""
@@ -194,6 +233,7 @@ class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftReques
                 ask.answer.add_done_callback(lambda _: self.release(sequence_id, None))
                 return
             del self._asks[sequence_id, ask.position]
+        self.ended(sequence_id)
         if self.connected:
             self.send_release(sequence_id)
 
@@ -244,6 +284,7 @@ class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftReques
                 ask.answer.set_result(result)
 
     def _on_lost(self) -> None:
+        self._begun.clear()
         asks, self._asks = self._asks, {}
         for ask in asks.values():
             ask.answer.set_result(None)

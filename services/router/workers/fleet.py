@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from outrider.v1 import worker_pb2
 
@@ -15,6 +16,8 @@ from services.router.workers.draft_link import DraftLink
 from services.router.workers.placer import Placer
 from services.router.workers.target_link import TargetLink
 from shared.policy.gamma import GammaController
+from shared.registry.directory import Directory
+from shared.registry.keys import DEFAULT_DEPLOYMENT
 from shared.rpc.errors import Unavailable
 from shared.settings import StartupError
 
@@ -22,12 +25,16 @@ logger = logging.getLogger(__name__)
 
 # Until so long after the first target worker, one that does not fit is a mistake in how all of this was set up.
 _STARTING_SECONDS = 60.0
+# How often the directory is read.
+_FOLLOW_SECONDS = 1.0
 # How often it is looked whether a target worker hangs.
 _WATCH_SECONDS = 0.5
 
+Link = TypeVar("Link", TargetLink, DraftLink)
+
 
 class Fleet:
-    """Links to the target workers and the drafter, held to one model and one tokenizer.
+    """Links to the target workers and the drafters, held to one model and one tokenizer.
 
     `changed` is notified when any is connected, drains or is lost; `failed` gets a StartupError when workers do not fit
     together. One that comes up for the first time when the others have long been in service is refused until it fits.
@@ -36,43 +43,57 @@ class Fleet:
     def __init__(
         self,
         targets: Sequence[str],
-        draft: str | None,
+        drafts: Sequence[str],
         tokenizer_fingerprint: str,
         max_num_draft_tokens: int,
         redis_url: str | None,
+        deployment: str = DEFAULT_DEPLOYMENT,
     ) -> None:
-        """With `redis_url`, placement asks the prefix index there which workers hold a prompt's blocks."""
+        """With `redis_url`, placement asks the prefix index there which workers hold a prompt's blocks; with no
+        `targets` as well, all workers are those that register there for this deployment, as they come and go."""
         self.changed = asyncio.Condition()
-        self.targets = [TargetLink(address, self._check_target, self.changed) for address in targets]
-        self.draft = DraftLink(draft, self._check_draft, self.changed) if draft is not None else None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tokenizer_fingerprint = tokenizer_fingerprint
         self.placer = Placer(lambda: self.targets, redis_url)
+        self._directory = Directory(redis_url, deployment) if redis_url is not None and not targets else None
+        self._tokenizer_fingerprint = tokenizer_fingerprint
         self._max_num_draft_tokens = max_num_draft_tokens
         self._info: worker_pb2.WorkerInfo | None = None
         self._first_target_at: float | None = None
-        self._controllers: dict[TargetLink, tuple[tuple[int, int], GammaController]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._controllers: dict[tuple[TargetLink, DraftLink], tuple[tuple[int, int], GammaController]] = {}
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        self.targets = [TargetLink(address, self._check_target, self.changed) for address in targets]
+        self.drafts = [DraftLink(address, self._check_draft, self.changed) for address in drafts]
 
     def start(self) -> None:
         """Connects to every worker, and keeps connected until `close`."""
-        links: list[TargetLink | DraftLink] = [*self.targets]
-        if self.draft is not None:
-            links.append(self.draft)
-        for link in links:
-            task = asyncio.create_task(link.run(), name=f"worker {link.address}")
-            self._tasks.append(task)
-        self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
-        for task in self._tasks:
-            task.add_done_callback(self._report)
+        for target in self.targets:
+            self._run(target, target.run())
+        for draft in self.drafts:
+            self._run(draft, draft.run())
+        self._run("watch", self._watch())
+        if self._directory is not None:
+            self._run("directory", self._follow(self._directory))
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        for task in self._tasks:
+        for task in tasks:
             with suppress(asyncio.CancelledError, StartupError):
                 await task
         await self.placer.close()
+        if self._directory is not None:
+            await self._directory.close()
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether there are drafters, or may be some day."""
+        return bool(self.drafts) or self._directory is not None
+
+    def choose_draft(self) -> DraftLink | None:
+        """The drafter for one more sequence: of those connected the one with the fewest; None if there is none."""
+        connected = [link for link in self.drafts if link.connected]
+        return min(connected, key=lambda link: link.num_sequences, default=None)
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
@@ -106,16 +127,16 @@ class Fleet:
             what = f"that has room for {num_tokens} tokens " if self.usable else ""
             raise Unavailable(f"no target worker {what}came back in time") from error
 
-    def gamma(self, target: TargetLink) -> GammaController | None:
-        """The controller of this target worker and the drafter; None while there is no drafter."""
-        if self.draft is None or self.draft.info is None or target.info is None:
+    def gamma(self, target: TargetLink, draft: DraftLink | None) -> GammaController | None:
+        """The controller of this target worker and this drafter; None while either is away."""
+        if draft is None or draft.info is None or target.info is None:
             return None
-        epochs = (target.epoch, self.draft.epoch)
-        known = self._controllers.get(target)
+        epochs = (target.epoch, draft.epoch)
+        known = self._controllers.get((target, draft))
         if known is None or known[0] != epochs:
-            costs = step_costs(target.info), step_costs(self.draft.info)
+            costs = step_costs(target.info), step_costs(draft.info)
             controller = GammaController(*costs, self._max_num_draft_tokens)
-            known = self._controllers[target] = (epochs, controller)
+            known = self._controllers[target, draft] = (epochs, controller)
         return known[1]
 
     def _check_target(self, info: worker_pb2.WorkerInfo) -> None:
@@ -172,6 +193,41 @@ class Fleet:
             others = [other for other in others if other.decodes]
             if link.connected and link.hung(sole=not any(other.breaker.allows for other in others)):
                 link.give_up()
+
+    async def _follow(self, directory: Directory) -> None:
+        """Keeps the links at what the directory lists. While Redis is away, those known stay."""
+        while True:
+            listings = await directory.list()
+            if listings is not None:
+                self._take_in(self.targets, [each.address for each in listings if each.kind == "target"], self._target)
+                self._take_in(self.drafts, [each.address for each in listings if each.kind == "draft"], self._draft)
+            await asyncio.sleep(_FOLLOW_SECONDS)
+
+    def _take_in(self, links: list[Link], addresses: Sequence[str], make: Callable[[str], Link]) -> None:
+        """Connects to those newly listed, and forgets those neither listed nor connected.
+
+        One that is connected stays whatever the list says: a Redis that was restarted knows nobody for a while.
+        """
+        known = {link.address for link in links}
+        for address in dict.fromkeys(addresses):
+            if address not in known:
+                link = make(address)
+                links.append(link)
+                self._run(link, link.run())
+        for link in [link for link in links if link.address not in addresses and not link.connected]:
+            links.remove(link)
+            self._tasks.pop(link).cancel()
+            self._controllers = {pair: found for pair, found in self._controllers.items() if link not in pair}
+
+    def _target(self, address: str) -> TargetLink:
+        return TargetLink(address, self._check_target, self.changed)
+
+    def _draft(self, address: str) -> DraftLink:
+        return DraftLink(address, self._check_draft, self.changed)
+
+    def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[key] = asyncio.create_task(work)
+        task.add_done_callback(self._report)
 
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
