@@ -144,6 +144,9 @@ class ServiceSettings(BaseSettings):
     @classmethod
     def _complaint(cls, detail: ErrorDetails) -> str:
         """One validation error, in the words of whoever has to mend it."""
+        allowed = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+        if not detail["loc"]:  # of several settings together
+            return f"{cls.service} settings {allowed}"
         name = str(detail["loc"][0])
         flag = f"--{name.replace('_', '-')}"
         setting = f"{cls.service} setting {name} ({flag}, {cls.environment_name(name)})"
@@ -152,7 +155,6 @@ class ServiceSettings(BaseSettings):
         if detail["type"] == "extra_forbidden":
             return f"{cls.service} has no setting {name}"
         value = "(hidden)" if is_secret(cls.model_fields[name]) else repr(without_credentials(detail["input"]))
-        allowed = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
         return f"{setting} is {value}: {allowed}"
 
 

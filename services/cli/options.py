@@ -33,7 +33,7 @@ def default_text(field: FieldInfo) -> str:
     """A field's default for people: "required", "unset", or the value."""
     if field.default is PydanticUndefined:
         return "required"
-    if field.default is None or field.default == {}:
+    if field.default is None or field.default in ({}, []):
         return "unset"
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 

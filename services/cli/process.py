@@ -90,6 +90,11 @@ class ServiceProcess:
         self.ready.clear()
         self._signal(signal.SIGKILL)
 
+    def restart(self) -> None:
+        """Asks the process to drain and end; `supervise` starts it again unless it was stopped."""
+        self.ready.clear()
+        self._signal(signal.SIGTERM)
+
     def abandon(self) -> None:
         """Ends the process at once and for good."""
         self._stop.set()

@@ -108,6 +108,10 @@ class Stack:
         """Kills a process as a crash would; it is started again, and its `ready` set when it is back."""
         self.processes[name].kill()
 
+    def restart(self, name: str) -> None:
+        """Has a process drain and end; it is started again."""
+        self.processes[name].restart()
+
     async def stop(self) -> None:
         """Drains the router, then the workers, and ends Redis. Cancelled, it kills what is left instead."""
         drain = self.settings.drain_seconds

@@ -97,6 +97,10 @@ class HandOver:
         for _, pull_id in [key for key in self._pulls if key[0] is stream]:
             self.on_drop(stream, pull_id)
 
+    async def drain(self) -> None:
+        """Returns when others have what they were to have from here."""
+        await self._offers.until_nothing_is_held()
+
     async def close(self) -> None:
         """Ends every fetch."""
         for task in self._tasks:

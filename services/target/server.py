@@ -67,6 +67,12 @@ class TargetServicer(
         """From now on KV comes from other workers and goes to them."""
         self._hand_over = hand_over
 
+    async def drain(self) -> None:
+        """Takes no new sequences, and returns when those here have ended or gone elsewhere with their KV."""
+        await super().drain()
+        if self._hand_over is not None:
+            await self._hand_over.drain()
+
     def _info(self) -> worker_pb2.WorkerInfo:
         info = super()._info()
         info.role = self._role

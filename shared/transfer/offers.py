@@ -93,6 +93,9 @@ class Offers:
         self._offers: dict[bytes, Offer] = {}
         self._being_read: dict[bytes, Offer] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
+        self._held: set[Offer] = set()
+        self._nothing_held = asyncio.Event()
+        self._nothing_held.set()
         # Tickets asked for before they were offered.
         self._early: dict[bytes, asyncio.Event] = {}
 
@@ -107,6 +110,7 @@ class Offers:
         """An offer of the leading run of these blocks that is in the cache, which is taken at once."""
         export = await self._engine_loop.ask(lambda: self._scheduler.exports.offer_cached(block_hashes))
         offer = self._new(export)
+        self._hold(offer)
         offer.update(_snapshot(export), failed=False)
         return self._begin_reading(offer)
 
@@ -139,6 +143,10 @@ class Offers:
         """Nobody will take it; from any thread. One that is being read is left to its reader."""
         self._asyncio_loop.call_soon_threadsafe(self._drop, ticket)
 
+    async def until_nothing_is_held(self) -> None:
+        """Returns when every offer was read, or its lease is over."""
+        await self._nothing_held.wait()
+
     @property
     def _scheduler(self) -> Scheduler:
         return self._engine_loop.engine.scheduler
@@ -148,17 +156,26 @@ class Offers:
         offer.take()
         return offer
 
+    def _hold(self, offer: Offer) -> None:
+        self._held.add(offer)
+        self._nothing_held.clear()
+
     def _new(self, export: KVExport, on_end: Callable[[], None] = lambda: None) -> Offer:
         def give_back() -> None:
             on_end()
+            self._held.discard(offer)
+            if not self._held:
+                self._nothing_held.set()
             self._engine_loop.submit(lambda: self._scheduler.exports.release(export))
 
-        return Offer(self.lease_seconds, give_back)
+        offer = Offer(self.lease_seconds, give_back)
+        return offer
 
     def _tell(self, offer: Offer, export: KVExport) -> None:
         self._asyncio_loop.call_soon_threadsafe(offer.update, _snapshot(export), export.failed)
 
     def _add(self, ticket: bytes, offer: Offer) -> None:
+        self._hold(offer)
         if ticket in self._offers or ticket in self._over:
             offer.end()
             return

@@ -83,7 +83,7 @@ def test_lists_and_secrets(config: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (DraftSettings, "proposal_mass", "1.01", "should be less than or equal to 1"),
         (DraftSettings, "optimistic", "perhaps", "should be a valid boolean"),
         (DraftSettings, "log_level", "loud", "should be 'debug', 'info', 'warning' or 'error'"),
-        (RouterSettings, "draft", "localhost", "must be host:port"),
+        (RouterSettings, "drafts", "localhost", "must be host:port"),
         (RouterSettings, "max_num_draft_tokens", "17", "should be less than or equal to 16"),
         (RouterSettings, "drain_seconds", "-1", "should be greater than or equal to 0"),
     ],
@@ -164,10 +164,19 @@ def test_a_redis_url_is_taken_as_it_is(value: str) -> None:
     assert TargetSettings.load(model="model", redis_url=value).redis_url == value
 
 
-@pytest.mark.parametrize("targets", ["", "localhost", "one:1,two", "one:0", "one:65536", ":1"])
-def test_targets_are_addresses_and_at_least_one(targets: str) -> None:
+@pytest.mark.parametrize("targets", ["localhost", "one:1,two", "one:0", "one:65536", ":1"])
+def test_targets_are_addresses(targets: str) -> None:
     with pytest.raises(SettingsError, match="router setting targets"):
         RouterSettings.load(targets=targets, tokenizer="model")
+
+
+def test_a_router_must_know_where_its_workers_are() -> None:
+    with pytest.raises(SettingsError, match="^router settings must name target workers, or redis_url where"):
+        RouterSettings.load(targets="", tokenizer="model")
+    with pytest.raises(SettingsError, match="^router settings must name target workers as well") as caught:
+        RouterSettings.load(drafts="one:1", redis_url="redis://:secret@cache", tokenizer="model")
+    assert "secret" not in str(caught.value)
+    assert RouterSettings.load(redis_url="redis://cache", tokenizer="model").targets == []
 
 
 @pytest.mark.parametrize(

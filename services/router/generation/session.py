@@ -156,6 +156,19 @@ class Session:
                 [lane], passage = await self.prefill(token_ids, [params], avoided)
                 return lane, passage
 
+    async def away_from(self, lane: TargetLane, token_ids: Sequence[int]) -> Passage | None:
+        """A passage for a sequence whose worker is going, all of whose results are here, to another; None if there is
+        none: it may end where it is."""
+        try:
+            placed = await self.fleet.placer.place(token_ids, self._cache_salt, self._most_tokens, [lane.link])
+        except Unavailable:
+            return None
+        observe = partial(self.fleet.placer.observe_transfer, lane.link, placed.decode)
+        num_prompt_tokens, parent = len(self.options.prompt_ids), current_traceparent()
+        return Passage(
+            lane.link, placed.decode, [lane], token_ids, num_prompt_tokens, self._cache_salt, parent, observe
+        )
+
     def blame(self, link: TargetLink) -> None:
         """Counts a failure of this request's against the worker: one, however often and for however many sequences,
         so that a request that no worker can compute does not pass for so many broken workers."""
@@ -284,8 +297,13 @@ class SequenceSession:
     async def _next_result(self, last: LaneResult) -> LaneResult:
         """The result of a round, or in plain decoding simply the next one."""
         lane = self._lane
+        if lane.link.draining and lane.num_steps == 0:
+            self._passage = await self._session.away_from(lane, self._token_ids)
+            if self._passage is not None:
+                return await self._move()
         ahead = lane.num_steps > 0
-        if not enough_granted(lane.num_steps):
+        # What a worker that is going has been granted is waited for, and then the sequence leaves.
+        if not enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
             situation = self._situation()
             move = self._pace.next(self._controller(), situation, lane.num_steps)
             if move.num_draft_tokens > 0:
