@@ -48,7 +48,7 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 		{ echo 'Outrider needs Python 3.11 or later, and $(PYTHON) is not: try make setup PYTHON=python3.12' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): a few minutes the first time'
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev,cpu]'
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev,cpu,nixl]'
 	@touch $@
 
 $(STUBS): protos/generate.py $(wildcard protos/outrider/v1/*.proto) | $(INSTALLED)

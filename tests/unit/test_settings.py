@@ -171,9 +171,9 @@ def test_targets_are_addresses(targets: str) -> None:
 
 
 def test_a_router_must_know_where_its_workers_are() -> None:
-    with pytest.raises(SettingsError, match="^router settings must name target workers, or redis_url where"):
+    with pytest.raises(SettingsError, match=r"^router settings must name target workers, or redis_url where"):
         RouterSettings.load(targets="", tokenizer="model")
-    with pytest.raises(SettingsError, match="^router settings must name target workers as well") as caught:
+    with pytest.raises(SettingsError, match=r"^router settings must name target workers as well") as caught:
         RouterSettings.load(drafts="one:1", redis_url="redis://:secret@cache", tokenizer="model")
     assert "secret" not in str(caught.value)
     assert RouterSettings.load(redis_url="redis://cache", tokenizer="model").targets == []
