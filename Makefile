@@ -7,11 +7,11 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint protos simulate bench clean
+.PHONY: help setup demo up test lint protos simulate chaos bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'up, test, simulate and bench pass ARGS on: make up ARGS="--num-targets 2"'
+	@echo 'up, test, simulate, chaos and bench pass ARGS on: make up ARGS="--num-targets 2"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
 
@@ -34,6 +34,9 @@ protos: $(INSTALLED) ## Generate the Python stubs from protos/.
 
 simulate: setup ## Simulate the γ policy over a grid of services; takes most of an hour.
 	$(BIN)/python -m tests.benchmarks.gamma_grid $(ARGS)
+
+chaos: setup ## Kill, stop, restart and cut off workers under load, 200 times; takes a quarter of an hour.
+	$(BIN)/python -m tests.benchmarks.chaos $(ARGS)
 
 bench: setup ## Measure against transformers; prints two tables for each pair.
 	$(BIN)/python -m tests.benchmarks $(ARGS)

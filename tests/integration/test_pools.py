@@ -13,7 +13,7 @@ from services.cli.stack import Stack
 from shared.models import DEMO_TARGET
 from shared.transfer.nixl import nixl_available
 from tests.support.greedy import Reference, python_prompts, references
-from tests.support.service import generate, inference, running_stack, wait_until_idle
+from tests.support.service import generate, inference, running_stack, wait_until_idle, worker_state
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,12 +34,30 @@ def expected() -> list[Reference]:
     ]
 
 
+# Prefill and decode workers.
+POOLS = [(1, 1), (2, 2)]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    names = ("prefill-0", "decode-0", "decode-1")
-    environment = {name: {"OUTRIDER_TARGET_KV_TRANSFER": request.param} for name in names}
-    async with running_stack(environment, num_prefill=1, num_decode=2) as running:
+async def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=POOLS, ids=str)
+async def stack(request: pytest.FixtureRequest, engine: str) -> AsyncIterator[Stack]:
+    """Decode workers take small steps, so that they are slow at prompts and get only the short ones."""
+    num_prefill, num_decode = request.param
+    environment = {f"prefill-{i}": {"OUTRIDER_TARGET_KV_TRANSFER": engine} for i in range(num_prefill)}
+    for i in range(num_decode):
+        environment[f"decode-{i}"] = {
+            "OUTRIDER_TARGET_KV_TRANSFER": engine,
+            "OUTRIDER_TARGET_MAX_BATCH_TOKENS": "32",
+        }
+    async with running_stack(environment, num_prefill=num_prefill, num_decode=num_decode) as running:
         yield running
+        # Nobody fell back to computing what should have come.
+        assert not [line for _, line in running.lines if "KV not fetched" in line]
+        assert sum([(await worker_state(running, f"prefill-{i}")).cached_blocks for i in range(num_prefill)]) > 0
 
 
 @pytest.mark.parametrize("gamma", [0, 4, None])
