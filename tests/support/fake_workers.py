@@ -171,6 +171,7 @@ class TargetSequence:
 class TargetStream:
     context: Any
     sequences: dict[int, TargetSequence] = field(default_factory=dict)
+    pulls: set[int] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -181,10 +182,14 @@ class TargetStream:
 
 class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
     """`faults` says by number of the step (from 0, `num_steps` so far) what goes wrong in it; with `gate`
-    cleared, no step is taken."""
+    cleared, no step is taken. `exports` and `withdrawn` are tickets, `pulls` what it was asked to fetch."""
 
-    def __init__(self, tokenizer_fingerprint: str) -> None:
+    def __init__(self, tokenizer_fingerprint: str, role: worker_pb2.Role = worker_pb2.ROLE_BOTH) -> None:
         super().__init__(worker_info("fake-target", tokenizer_fingerprint, STEP_SECONDS))
+        self.info.role = role
+        self.exports: list[bytes] = []
+        self.withdrawn: list[bytes] = []
+        self.pulls: list[target_pb2.Pull] = []
         self.faults: dict[int, Fault] = {}
         self.every_step: Fault | None = None
         self.num_steps = 0
@@ -196,6 +201,11 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
     @property
     def num_sequences(self) -> int:
         return sum(len(stream.sequences) for stream in self.streams)
+
+    @property
+    def num_pulls(self) -> int:
+        """Those not released."""
+        return sum(len(stream.pulls) for stream in self.streams)
 
     async def announce_drain(self) -> None:
         for stream in self.streams:
@@ -233,12 +243,28 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
                             await self._verify(stream, operation.verify)
                         case "release":
                             stream.sequences.pop(operation.release, None)
+                            stream.pulls.discard(operation.release)
+                        case "export":
+                            self.exports.append(operation.export.ticket)
+                        case "withdraw":
+                            self.withdrawn.append(operation.withdraw)
+                        case "pull":
+                            await self._pull(stream, operation.pull)
                 stream.changed.set()
         finally:
             stream.changed.set()
 
+    async def _pull(self, stream: TargetStream, pull: target_pb2.Pull) -> None:
+        self.pulls.append(pull)
+        stream.pulls.add(pull.pull_id)
+        result = target_pb2.PullResult(pull_id=pull.pull_id, num_tokens=len(pull.token_ids), engine="none")
+        await stream.send(target_pb2.TargetResponse(pulls=[result]))
+
     def _prefill(self, stream: TargetStream, prefill: target_pb2.Prefill) -> None:
         self.prefills.append(prefill)
+        prefills_only = self.info.role == worker_pb2.ROLE_PREFILL
+        self._expect(prefill.num_steps == 1 or not prefills_only, "more than a first token of a prefill worker")
+        self._expect(not prefill.pull_id or prefill.pull_id in stream.pulls, "prefill behind an unknown pull")
         self._expect(len(prefill.token_ids) >= prefill.num_prompt_tokens > 0, "prefill without its prompt")
         self._expect(prefill.num_steps > 0, "prefill that asks for nothing")
         branches = [(prefill.sequence_id, prefill.params.sequence_index)]
@@ -253,6 +279,7 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
             )
 
     async def _verify(self, stream: TargetStream, verify: target_pb2.Verify) -> None:
+        self._expect(self.info.role != worker_pb2.ROLE_PREFILL, "a round on a prefill worker")
         if not self._goes_on(stream, verify):
             stream.sequences.pop(verify.sequence_id, None)
             await stream.send(_refusal(verify.sequence_id, target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE))

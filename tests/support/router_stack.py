@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from outrider.v1 import inference_pb2, inference_pb2_grpc
+from outrider.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 
 from services.router.clients.tenants import Tenants
 from services.router.server import InferenceServicer
@@ -81,6 +81,8 @@ class Stack:
         await until(lambda: self.servicer.admission.num_running == 0, "no request runs")
         await until(lambda: all(link.num_lanes == 0 for link in self.fleet.targets), "no lane is left")
         await until(lambda: all(worker.num_sequences == 0 for worker in workers), "no sequence is left")
+        await until(lambda: all(target.num_pulls == 0 for target in self.targets), "no pull is left")
+        assert all(link.num_incoming == 0 for link in self.fleet.targets)
         for worker in workers:
             assert worker.violations == []
 
@@ -133,9 +135,14 @@ def greedy(
 
 @asynccontextmanager
 async def stack(
-    num_targets: int = 1, drafter: bool = True, api_keys: dict[str, str] | None = None, **settings: Any
+    num_targets: int = 1,
+    drafter: bool = True,
+    roles: Sequence[worker_pb2.Role] = (),
+    api_keys: dict[str, str] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
-    targets = [FakeTarget(FINGERPRINT) for _ in range(num_targets)]
+    """With `roles`, a target worker of each in place of `num_targets`."""
+    targets = [FakeTarget(FINGERPRINT, role) for role in roles or [worker_pb2.ROLE_BOTH] * num_targets]
     draft = FakeDrafter(FINGERPRINT) if drafter else None
     workers = [*targets, *([draft] if draft is not None else [])]
     for worker in workers:

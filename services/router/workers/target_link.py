@@ -227,9 +227,9 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         return lanes
 
     def export(self, lane: TargetLane, ticket: bytes) -> None:
-        """Has the KV of a sequence held for whoever comes with the ticket."""
+        """Has the KV of a sequence held for whoever comes with the ticket, also when the sequence is released next."""
         export = target_pb2.Export(sequence_id=lane.sequence_id, ticket=ticket)
-        self.send(target_pb2.TargetOperation(export=export), [lane.sequence_id])
+        self.send(target_pb2.TargetOperation(export=export), [])
 
     def withdraw(self, ticket: bytes) -> None:
         """Nobody will come with it."""
