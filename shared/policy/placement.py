@@ -180,7 +180,8 @@ def choose(request: Request, workers: Sequence[WorkerView], rates: TransferRates
     """The cheapest plan. Of plans that nearly tie two are drawn, and the one on workers with fewer streams is taken,
     so that routers with the same stale view do not all rush to one worker. Raises NoWorker if none can decode."""
     found = plans(request, workers, rates)
-    limit = (1 + _NEAR_TIE) * min(plan.cost for plan in found)
+    least = min(plan.cost for plan in found)
+    limit = least + _NEAR_TIE * abs(least)
     near = [plan for plan in found if plan.cost <= limit]
     if len(near) == 1:
         return near[0]
@@ -278,7 +279,8 @@ class _Speed:
         if not self.num_streams:
             return 0.0
         num_steps = -(-num_tokens // self._chunk)
-        return self.num_streams * (self.seconds(num_tokens) - num_steps * self.step_seconds)
+        # Measured costs may fall where they should rise: nobody gains by others' prompts.
+        return self.num_streams * max(0.0, self.seconds(num_tokens) - num_steps * self.step_seconds)
 
 
 class _Prefill(NamedTuple):
@@ -330,9 +332,9 @@ class _Join:
         self.speed = speed = _Speed(worker)
         num_steps = max(0.0, request.num_output_tokens - 1)
         together = worker.costs.seconds(speed.num_streams + 1)
-        self.harm = speed.num_streams * num_steps * (together - speed.step_seconds)
+        self.harm = speed.num_streams * num_steps * max(0.0, together - speed.step_seconds)
         self.entry_seconds = speed.rest_seconds
-        self.delay = num_steps * (together - fastest)
+        self.delay = num_steps * max(0.0, together - fastest)
         self.room_seconds = 0.0
         # Who waits there has been promised blocks, too.
         num_taken = worker.kv_usage * worker.kv_tokens + worker.backlog_tokens

@@ -120,7 +120,7 @@ async def generate(
 async def worker_state(stack: Stack, name: str) -> worker_pb2.WorkerState:
     """KV accounting of the worker process `name`; the worker proves its own reference counts before it answers."""
     async with connect(stack.processes[name].address) as channel:
-        stub: Any = draft_pb2_grpc.DrafterStub if name == "draft" else target_pb2_grpc.TargetStub
+        stub: Any = draft_pb2_grpc.DrafterStub if name.startswith("draft") else target_pb2_grpc.TargetStub
         state: worker_pb2.WorkerState = await stub(channel).GetWorkerState(worker_pb2.GetWorkerStateRequest())
     return state
 

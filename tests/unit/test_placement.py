@@ -332,6 +332,16 @@ def test_more_load_or_less_prefix_never_costs_less() -> None:
         assert after.cost >= before.cost - 0.5 * step(BUDGET + 700)
 
 
+def test_costs_that_fall_where_they_should_rise_choose_nothing_for_that() -> None:
+    """As a noisy machine measures them: no plan gains by others' waiting, and there always is one."""
+    dented = StepCosts([(1, 0.010), (8, 0.030), (9, 0.005), (128, 0.050)])
+    for num_decoding in range(12):
+        views = [worker("a", costs=dented, decoding=num_decoding), worker("b", costs=dented)]
+        plan = choose(Request(40, 2000.0), views, FAST, random.Random(0))
+        assert plan.harm >= 0
+        assert plan.delay >= 0
+
+
 @pytest.mark.parametrize("workers", [[], [worker("p", "prefill")]])
 def test_nobody_can_decode(workers: list[WorkerView]) -> None:
     with pytest.raises(NoWorker):
