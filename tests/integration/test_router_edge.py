@@ -326,7 +326,7 @@ async def test_workers_that_do_not_fit_are_reported(which: str) -> None:
         workers[1].info.fingerprint = "other"
     for worker in workers:
         await worker.start()
-    fleet = Fleet([workers[0].address, workers[1].address], workers[2].address, FINGERPRINT, 8, None)
+    fleet = Fleet([workers[0].address, workers[1].address], [workers[2].address], FINGERPRINT, 8, None)
     fleet.start()
     try:
         expected = "one model" if which == "fingerprint" else f"the {which} worker's model"

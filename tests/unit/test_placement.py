@@ -334,7 +334,10 @@ def test_more_load_or_less_prefix_never_costs_less() -> None:
 
 def test_costs_that_fall_where_they_should_rise_choose_nothing_for_that() -> None:
     """As a noisy machine measures them: no plan gains by others' waiting, and there always is one."""
-    dented = StepCosts([(1, 0.010), (8, 0.030), (9, 0.005), (128, 0.050)])
+    dented = StepCosts([(1, 0.010), (8, 0.030), (9, 0.031), (128, 0.050)])
+    for _ in range(100):
+        dented.observe(9, 0.005)
+    assert dented.seconds(9) < dented.seconds(8)
     for num_decoding in range(12):
         views = [worker("a", costs=dented, decoding=num_decoding), worker("b", costs=dented)]
         plan = choose(Request(40, 2000.0), views, FAST, random.Random(0))

@@ -97,7 +97,7 @@ class Session:
         sequences: list[SequenceSession] = []
         tasks: list[asyncio.Task[None]] = []
         try:
-            lanes, passage = await self.prefill(self.options.prompt_ids, self.options.params)
+            lanes, passage = await self.begin(self.options.prompt_ids, self.options.params)
             for params, lane in zip(self.options.params, lanes, strict=True):
                 sequence = SequenceSession(self, params, lane, passage, self._detokenizer())
                 sequences.append(sequence)
@@ -113,11 +113,24 @@ class Session:
             self._chunks.end()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def prefill(
+    async def begin(
         self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink] = ()
     ) -> tuple[list[TargetLane], Passage | None]:
         """Places these tokens: a lane for each of `params`, and what takes them on to where they are decoded, if that
-        is another worker. Those of `avoided` are taken only if need be."""
+        is another worker. Those of `avoided` are taken only if need be.
+
+        With no worker there it is waited for one: they may all be on their way back. Raises Unavailable in the end.
+        """
+        deadline = time.monotonic() + self._failover_seconds
+        while True:
+            await self.fleet.wait_until_usable(max(0.0, deadline - time.monotonic()), self._most_tokens)
+            with suppress(Unavailable):  # lost again before anything was placed there
+                return await self._prefill(token_ids, params, avoided)
+
+    async def _prefill(
+        self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink]
+    ) -> tuple[list[TargetLane], Passage | None]:
+        """As `begin`, at once. Raises Unavailable if there is no worker now."""
         with self.telemetry.span("place") as span:
             placed = await self.fleet.placer.place(token_ids, self._cache_salt, self._most_tokens, avoided)
             span.set_attributes(
@@ -144,17 +157,6 @@ class Session:
         observe = partial(self.fleet.placer.observe_transfer, first, placed.decode)
         passage = Passage(first, placed.decode, lanes, token_ids, num_prompt_tokens, self._cache_salt, parent, observe)
         return lanes, passage
-
-    async def prefill_again(
-        self, token_ids: Sequence[int], params: SamplingParams, avoided: Collection[TargetLink]
-    ) -> tuple[TargetLane, Passage | None]:
-        """A new lane for a sequence whose worker was lost, on another worker or on the same one, back up."""
-        deadline = time.monotonic() + self._failover_seconds
-        while True:
-            await self.fleet.wait_until_usable(max(0.0, deadline - time.monotonic()), self._most_tokens)
-            with suppress(Unavailable):  # it was lost again before the sequence was placed there
-                [lane], passage = await self.prefill(token_ids, [params], avoided)
-                return lane, passage
 
     async def away_from(self, lane: TargetLane, token_ids: Sequence[int]) -> Passage | None:
         """A passage for a sequence whose worker is going, all of whose results are here, to another; None if there is
@@ -277,7 +279,7 @@ class SequenceSession:
             passage.leave()
 
     async def _begin_again(self, avoided: Collection[TargetLink]) -> None:
-        self._lane, self._passage = await self._session.prefill_again(self._token_ids, self._params, avoided)
+        [self._lane], self._passage = await self._session.begin(self._token_ids, [self._params], avoided)
 
     async def _move(self) -> LaneResult:
         """Goes on where its KV went, behind its first token; the first result there."""
