@@ -32,6 +32,27 @@ TIME_PER_OUTPUT_TOKEN_BUCKETS: Final = [
 ]  # fmt: skip
 # Ours: γ is 0 to 16; batches and prefixes span decades.
 _NUM_DRAFT_TOKENS_BUCKETS: Final = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16]
+# Actual over predicted: from a hundredth to a hundred times.
+_RATIO_BUCKETS: Final = [
+    0.01,
+    0.03,
+    0.1,
+    0.2,
+    0.33,
+    0.5,
+    0.67,
+    0.8,
+    0.9,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    5.0,
+    10.0,
+    30.0,
+    100.0,
+]
 _COUNT_BUCKETS: Final = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
@@ -63,6 +84,12 @@ class RouterMetrics:
             unit="s",
             description="From a request's arrival to its admission.",
             explicit_bucket_boundaries_advisory=TIME_TO_FIRST_TOKEN_BUCKETS,
+        )
+        self._placement_error = meter.create_histogram(
+            "outrider.placement.ttft_ratio",
+            unit="1",
+            description="From placement to the first token: seconds that it took, over those foreseen.",
+            explicit_bucket_boundaries_advisory=_RATIO_BUCKETS,
         )
         self._num_draft_tokens = meter.create_histogram(
             "outrider.num_draft_tokens",
@@ -97,6 +124,11 @@ class RouterMetrics:
     def admitted(self, seconds: float) -> None:
         """A request left the admission queue after `seconds`."""
         self._queue_time.record(seconds, self._attributes)
+
+    def placed(self, predicted: float, seconds: float) -> None:
+        """A request's first token came `seconds` after it was placed, where `predicted` were foreseen."""
+        if predicted > 0:
+            self._placement_error.record(seconds / predicted, self._attributes)
 
     def round_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One round of one sequence: the first `num_accepted` of `num_draft_tokens` were kept."""

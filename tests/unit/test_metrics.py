@@ -128,3 +128,11 @@ def test_instruments_do_nothing_when_telemetry_is_off() -> None:
     RouterMetrics(telemetry.meter, "tiny").round_verified(4, 2)
     WorkerMetrics(telemetry.meter, "tiny").step(1, 1, 0.0)
     telemetry.shutdown()
+
+
+def test_how_well_placement_foresaw_is_a_ratio(recorded: Recorded) -> None:
+    metrics = RouterMetrics(recorded.meter, "tiny")
+    metrics.placed(0.5, 1.0)
+    metrics.placed(0.0, 1.0)  # nothing foreseen, nothing to compare
+    assert recorded.histogram("outrider.placement.ttft_ratio").sum == 2.0
+    assert recorded.histogram("outrider.placement.ttft_ratio").count == 1

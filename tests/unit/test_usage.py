@@ -101,3 +101,17 @@ def test_a_request_that_fails_before_its_first_token_tells_no_times_of_tokens(cl
     usage.finished("UNAVAILABLE")
     assert recorder.calls == [("request_finished", 0.25, "chat", "UNAVAILABLE")]
     assert usage.to_proto().time_to_first_token_seconds == 0
+
+
+def test_the_metrics_hear_how_well_the_first_token_was_foreseen(clock: Clock) -> None:
+    recorder = Recorder()
+    usage = meter(recorder)
+    clock.now += 3.0
+    usage.placed(0.5)
+    clock.now += 1.0
+    usage.placed(0.25)  # the first worker was lost
+    clock.now += 0.5
+    usage.tokens_committed(0, 1, 0)
+    clock.now += 1.0
+    usage.tokens_committed(0, 1, 0)
+    assert [call for call in recorder.calls if call[0] == "placed"] == [("placed", 0.25, 0.5)]

@@ -17,6 +17,8 @@ class UsageMeter:
         self._operation = operation
         self._arrival = time.monotonic()
         self._first_token_seconds: float | None = None
+        # When it was placed, and how soon its first token was to come.
+        self._placed: tuple[float, float] | None = None
         self._usage = inference_pb2.Usage()
         self._num_output_tokens: dict[int, int] = {}
 
@@ -31,11 +33,18 @@ class UsageMeter:
     def prompt_tokenized(self, num_prompt_tokens: int) -> None:
         self._usage.prompt_tokens = num_prompt_tokens
 
+    def placed(self, predicted_seconds: float) -> None:
+        """The request was placed, anew perhaps; its first token is foreseen after so long."""
+        self._placed = self.seconds, predicted_seconds
+
     def tokens_committed(self, sequence_index: int, num_tokens: int, cached_tokens: int) -> None:
         """`cached_tokens` counts once: for the first sequence's first result, not for later prefills."""
         if self._first_token_seconds is None:
             self._first_token_seconds = self.seconds
             self._metrics.first_token(self._first_token_seconds, self._operation)
+            if self._placed is not None:
+                placed_at, predicted = self._placed
+                self._metrics.placed(predicted, self._first_token_seconds - placed_at)
             self._usage.cached_tokens = cached_tokens
         self._usage.output_tokens += num_tokens
         self._num_output_tokens[sequence_index] = self._num_output_tokens.get(sequence_index, 0) + num_tokens

@@ -143,6 +143,7 @@ class Session:
                     PLACEMENT_HARM: placed.plan.harm,
                 }
             )
+        self.usage.placed(placed.plan.ttft)
         first, parent = placed.first, current_traceparent()
         num_prompt_tokens = len(self.options.prompt_ids)
         pull_id = 0
