@@ -17,8 +17,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How often one that waits for an answer looks whether anybody is there to give it.
+_LOOK_SECONDS = 1.0
 # What a step gets to end in when the thread is told to.
 _STOP_SECONDS = 10.0
+
+
+class EngineEnded(Exception):
+    """The engine's thread has ended, and answers nothing any more."""
 
 
 class EngineLoop:
@@ -55,7 +61,7 @@ class EngineLoop:
     async def ask(self, question: Callable[[], T]) -> T:
         """What `question` returns, or raises, on the engine's thread, as with `submit`.
 
-        It runs whether or not this is cancelled before.
+        It runs whether or not this is cancelled before. Raises EngineEnded if the thread ends, or has, before it ran.
         """
         asyncio_loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = asyncio_loop.create_future()
@@ -73,7 +79,17 @@ class EngineLoop:
                 asyncio_loop.call_soon_threadsafe(settle, answer.set_result, result)
 
         self.submit(run)
-        return await answer
+        try:
+            alive = True
+            while not answer.done() and alive:
+                # What it said last is here one look after its end.
+                alive = self._thread.is_alive()
+                await asyncio.wait([answer], timeout=_LOOK_SECONDS if alive else 0.0)
+            if answer.done():
+                return answer.result()
+        finally:
+            answer.cancel()
+        raise EngineEnded("the engine's thread has ended")
 
     def stop(self) -> None:
         """Ends the thread after the step it is in. One that hangs is left behind: it ends with the process."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -13,7 +14,7 @@ from outrider.v1 import transfer_pb2, transfer_pb2_grpc
 
 from shared.engine.block_pool import OutOfBlocks
 from shared.engine.kv_import import KVImport
-from shared.engine.loop import EngineLoop
+from shared.engine.loop import EngineEnded, EngineLoop
 from shared.prefix.block_hash import HASH_BYTES
 from shared.rpc.channel import connect
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
@@ -67,6 +68,8 @@ class Fetcher:
             raise TransferFailed(f"{error.code().name}: {error.details()}") from error
         except OutOfBlocks as error:
             raise TransferFailed(f"no room for what comes: {error}") from error
+        except EngineEnded as error:
+            raise TransferFailed("this worker is ending") from error
         finally:
             await finish(self._end(kv_import))
         num_bytes = num_blocks * self._layout.block_bytes
@@ -83,7 +86,8 @@ class Fetcher:
             imports.missed(kv_import, kv_import.in_flight)
             imports.end(kv_import)
 
-        await self._engine_loop.ask(end)
+        with suppress(EngineEnded):  # and the pool with it
+            await self._engine_loop.ask(end)
 
     def _stub(self, address: str) -> Any:
         if address not in self._channels:

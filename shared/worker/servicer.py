@@ -13,7 +13,7 @@ import grpc
 from outrider.v1 import worker_pb2
 
 from shared.engine.engine import Engine, StepOutcome
-from shared.engine.loop import EngineLoop
+from shared.engine.loop import EngineEnded, EngineLoop
 from shared.engine.sequence import Sequence
 from shared.rpc.errors import Unavailable
 from shared.telemetry.metrics import WorkerMetrics
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+T = TypeVar("T")
 
 
 class WorkerServicer(ABC, Generic[Request, Response]):
@@ -93,7 +94,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.WorkerInfo:
         # By the engine's thread: a worker whose engine hangs must not pass for one that serves.
-        return await self.engine_loop.ask(self._info)
+        return await self._ask(self._info)
 
     def _info(self) -> worker_pb2.WorkerInfo:
         engine = self.engine
@@ -129,7 +130,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
                 num_imports=len(self.engine.scheduler.imports),
             )
 
-        return await self.engine_loop.ask(look)
+        return await self._ask(look)
 
     async def drain(self) -> None:
         """Takes no new sequences, and returns when those here have ended and the streams are told so."""
@@ -193,6 +194,13 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def _kv_usage(self) -> float:
         counts = self.engine.blocks.counts()
         return counts.owned / counts.total
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """What the engine's thread answers. Raises Unavailable if it is there no more."""
+        try:
+            return await self.engine_loop.ask(question)
+        except EngineEnded as error:
+            raise Unavailable("the worker is ending") from error
 
     async def _read(self, requests: AsyncIterator[Request], stream: RouterStream[Response], loop: EngineLoop) -> None:
         try:

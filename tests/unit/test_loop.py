@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from shared.engine import loop
 from shared.engine.engine import Engine, StepOutcome
-from shared.engine.loop import EngineLoop
+from shared.engine.loop import EngineEnded, EngineLoop
 
 TIMEOUT = 30.0
 
@@ -176,6 +177,29 @@ def test_stop_ends_after_the_step_it_is_in() -> None:
     assert bench.engine.history == ["request", "step"]
     assert bench.outcomes.qsize() == 1
     assert not bench.crashed.is_set()
+
+
+async def test_an_answer_comes_from_the_engines_thread() -> None:
+    with running() as bench:
+        assert await bench.loop.ask(lambda: threading.current_thread().name) == "engine"
+        with pytest.raises(ZeroDivisionError):
+            await bench.loop.ask(lambda: 1 // 0)
+
+
+async def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.01)
+    with running() as bench:
+        bench.engine.gate = threading.Event()
+        await bench.loop.ask(lambda: bench.add_work(1))
+        assert bench.engine.in_step.wait(TIMEOUT)
+        bench.loop._requests.put(None)
+        asked = asyncio.create_task(bench.loop.ask(lambda: 1))
+        await asyncio.sleep(0)
+        bench.engine.gate.set()
+        with pytest.raises(EngineEnded):
+            await asked
+        with pytest.raises(EngineEnded):
+            await bench.loop.ask(lambda: 1)
 
 
 def test_a_request_that_comes_while_a_step_waits_joins_it() -> None:

@@ -330,7 +330,8 @@ async def test_a_worker_whose_engine_hangs_does_not_say_what_it_is() -> None:
     servicer = TargetServicer(configure("t", None), "x")
     submitted: asyncio.Queue[Any] = asyncio.Queue()
     info = worker_pb2.WorkerInfo(model="m")
-    loop: Any = SimpleNamespace(submit=submitted.put_nowait)
+    alive = SimpleNamespace(is_alive=lambda: True)
+    loop: Any = SimpleNamespace(submit=submitted.put_nowait, _thread=alive)
     loop.ask = partial(EngineLoop.ask, loop)
     servicer._engine_loop = loop
     servicer._info = lambda: info  # type: ignore[method-assign]
