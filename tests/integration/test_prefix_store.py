@@ -18,10 +18,12 @@ import pytest
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
+from shared.prefix import payload_index
 from shared.prefix import store as store_module
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.payload import HEADER_BYTES, pack
-from shared.prefix.store import PayloadIndex, PrefixStore
+from shared.prefix.payload_index import PayloadIndex
+from shared.prefix.store import PrefixStore
 from shared.redis.server import RedisServer
 
 MODEL = "model-a"
@@ -248,7 +250,7 @@ async def test_only_what_is_returned_is_fetched(server: RedisServer) -> None:
 
 
 async def test_long_chains_are_asked_for_in_part(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MAX_DEPTH", 5)
+    monkeypatch.setattr(payload_index, "_MAX_DEPTH", 5)
     blocks = chain(8)
     async with store_at(server.url) as store, index_at(server.url) as index:
         await stores(store, blocks)
