@@ -215,6 +215,36 @@ async def test_other_blocks_are_refused_with_both_values(field: str) -> None:
         assert f"of {field} {ours!r}, not {theirs!r}" in text
 
 
+@pytest.mark.parametrize(
+    ("requests", "complaint"),
+    [
+        ([], "begin, as the first of a fetch"),
+        ([transfer_pb2.FetchRequest(renew=transfer_pb2.Renew())], "begin, as the first of a fetch"),
+        (["wanted"], "neither ticket nor prefix"),
+        (["hashes"], "a multiple of 32"),
+    ],
+)
+async def test_malformed_fetches_are_refused(requests: list[Any], complaint: str) -> None:
+    async with kv_worker() as p, connect(p.address) as channel:
+        begin = transfer_pb2.FetchBegin(layout=p.servicer._layout, engines=["grpc"])
+        if requests == ["hashes"]:
+            begin.prefix.block_hashes = bytes(33)
+        made = [transfer_pb2.FetchRequest(begin=begin) if isinstance(each, str) else each for each in requests]
+        call: Any = transfer_pb2_grpc.TransferStub(channel).Fetch(iter(made))
+        assert await read_all(call) is grpc.StatusCode.INVALID_ARGUMENT
+        assert complaint in await call.details()
+        await p.until_idle()
+
+
+async def test_who_leaves_before_it_is_done_gives_everything_back() -> None:
+    async with kv_worker() as p, connect(p.address) as channel:
+        await p.add(new_sequence(prompt_of(9), 1), TICKET)
+        begin = transfer_pb2.FetchBegin(layout=p.servicer._layout, engines=["grpc"], ticket=TICKET)
+        call: Any = transfer_pb2_grpc.TransferStub(channel).Fetch(iter([transfer_pb2.FetchRequest(begin=begin)]))
+        assert await read_all(call) is grpc.StatusCode.UNAVAILABLE
+        await p.until_idle()
+
+
 async def test_engines_that_have_nothing_in_common() -> None:
     async with kv_worker() as p, kv_worker(engines={"other": _Failing(None)}) as d:
         assert "FAILED_PRECONDITION: engines here are grpc, not other" in await failure(d, p.address, prompt_of(9))

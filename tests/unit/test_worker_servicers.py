@@ -127,6 +127,29 @@ async def test_a_refused_prefill_answers_for_every_fork() -> None:
     assert stream.lanes == {}
 
 
+async def test_a_prefill_worker_draws_first_tokens_and_no_more() -> None:
+    servicer = with_engine(TargetServicer(configure("t", None), "x", worker_pb2.ROLE_PREFILL))
+    stream = Sent()
+    greedy_for_more = prefill()
+    greedy_for_more.num_steps = 2
+    servicer._on_request(stream, target_request(greedy_for_more))
+    refused = [result for response in stream.sent for result in response.results]
+    assert [(each.sequence_id, each.status) for each in refused] == [
+        (sequence_id, target_pb2.STEP_STATUS_WRONG_ROLE) for sequence_id in (4, 5, 6)
+    ]
+    assert not stream.lanes
+    stream.sent.clear()
+    servicer._on_request(stream, target_request(prefill()))
+    step(servicer)
+    step(servicer)
+    assert sum(len(response.results) for response in stream.sent) == 3
+    stream.sent.clear()
+    servicer._on_request(stream, target_request(target_pb2.Verify(sequence_id=4, position=4, num_steps=1)))
+    [refusal] = [result for response in stream.sent for result in response.results]
+    assert (refusal.sequence_id, refusal.status) == (4, target_pb2.STEP_STATUS_WRONG_ROLE)
+    assert set(stream.lanes) == {5, 6}
+
+
 @pytest.mark.parametrize("twice", [4, 6])
 async def test_a_prefill_that_names_a_sequence_twice_is_refused_and_costs_nobody_a_step(twice: int) -> None:
     servicer, stream, other = with_engine(TargetServicer(configure("t", None), "x")), Sent(), Sent()
