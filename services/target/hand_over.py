@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 Stream = RouterStream[target_pb2.TargetResponse]
 
+# How often a router hears of a worker that fetches for it.
+_SIGN_SECONDS = 1.0
+
 
 @dataclass(eq=False)
 class _Incoming:
@@ -114,7 +117,12 @@ class HandOver:
     def _start(self, stream: Stream, request: target_pb2.Pull, incoming: _Incoming) -> None:
         task = incoming.task = asyncio.create_task(self._fetch(stream, request, incoming.kv_import))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def on_end(_: object) -> None:
+            self._tasks.discard(task)
+            self._engine_loop.submit(lambda: self._forget(incoming.kv_import))
+
+        task.add_done_callback(on_end)
         if incoming.cancelled:
             task.cancel()
 
@@ -122,6 +130,7 @@ class HandOver:
         """Fetches, and tells the router what came of it."""
         began_ns = time.time_ns()
         result = target_pb2.PullResult(pull_id=request.pull_id)
+        alive = asyncio.create_task(_give_signs_of_life(stream))
         try:
             fetched = await self._fetcher.fetch(kv_import, request.address, request.ticket or None)
             result.num_tokens = fetched.num_tokens
@@ -132,7 +141,7 @@ class HandOver:
             logger.warning("KV not fetched", extra={"address": request.address, "reason": str(error)})
             result.error = str(error)
         finally:
-            self._engine_loop.submit(lambda: self._forget(kv_import))
+            alive.cancel()
         stream.send(target_pb2.TargetResponse(pulls=[result]))
         self._telemetry.record_span(
             "kv.transfer",
@@ -147,3 +156,10 @@ class HandOver:
                 **({ERROR_TYPE: result.error} if result.error else {}),
             },
         )
+
+
+async def _give_signs_of_life(stream: Stream) -> None:
+    """To a router whose sequences may all wait for KV: without them no step is taken that would tell it."""
+    while True:
+        await asyncio.sleep(_SIGN_SECONDS)
+        stream.send_sign_of_life(target_pb2.TargetResponse())

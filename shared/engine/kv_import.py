@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as List
 
-from shared.engine.block_pool import BlockPool
+from shared.engine.block_pool import BlockPool, OutOfBlocks
 
 
 class KVImport:
@@ -59,6 +59,8 @@ class Imports:
 
     def allocate(self, kv_import: KVImport, num_blocks: int) -> list[int]:
         """Blocks to write to, `in_flight` until `arrived` or `missed`. Raises OutOfBlocks."""
+        if kv_import.ended:
+            raise OutOfBlocks("others needed its blocks")
         blocks = self._pool.allocate(num_blocks)
         kv_import.in_flight += blocks
         return blocks

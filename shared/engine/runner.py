@@ -34,13 +34,17 @@ class ModelRunner:
         for item in plan.scheduled:
             tokens += item.sequence.tokens_between(item.start, item.start + item.num_tokens)
             rows += range(len(tokens) - item.num_rows, len(tokens))
-        return self.run_packed(
+        logits = self.run_packed(
             tokens,
             [item.start for item in plan.scheduled],
             [item.num_tokens for item in plan.scheduled],
             [item.sequence.block_table for item in plan.scheduled],
             rows,
         )
+        if not rows and self.model.device.type == "cuda":
+            # Nobody waits for its result, but others may read these blocks from now on, past the device's own queue.
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return logits
 
     def run_packed(
         self,

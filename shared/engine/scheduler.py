@@ -261,6 +261,8 @@ class Scheduler:
                 break
         del self._running[sequence]
         self._release(sequence)
+        # Half of it held for others would keep its own room from it.
+        self.exports.ended(sequence)
         sequence.num_wanted_tokens = 0
         self._wait(sequence)
         return returned
@@ -277,7 +279,8 @@ class Scheduler:
         """For a waiting sequence, at the cost of what can better wait; whether there was any."""
         idle = self._idle_draft()
         if idle is None:
-            return self.imports.surrender(sequence.arrival)
+            # What comes from elsewhere holds blocks, and no place.
+            return len(self._running) < self._max_sequences and self.imports.surrender(sequence.arrival)
         self._preempt(idle, plan)
         return True
 

@@ -15,7 +15,7 @@ from shared.engine.sequence import Sequence as EngineSequence
 from shared.rpc.errors import NotFound
 
 # The router tells both ends of a ticket at the same time: the reader may be here before the offer.
-_EARLY_SECONDS = 5.0
+_EARLY_SECONDS = 9.0
 # Ended tickets that are remembered, to tell one that is over from one that never was.
 _NUM_REMEMBERED = 4096
 
@@ -108,7 +108,14 @@ class Offers:
 
     async def cached(self, block_hashes: Sequence[bytes]) -> Offer:
         """An offer of the leading run of these blocks that is in the cache, which is taken at once."""
-        export = await self._engine_loop.ask(lambda: self._scheduler.exports.offer_cached(block_hashes))
+        exports: list[KVExport] = []
+        try:
+            await self._engine_loop.ask(lambda: exports.append(self._scheduler.exports.offer_cached(block_hashes)))
+        except asyncio.CancelledError:
+            # It is done all the same, and then undone.
+            self._engine_loop.submit(lambda: self._release_all(exports))
+            raise
+        [export] = exports
         offer = self._new(export)
         self._hold(offer)
         offer.update(_snapshot(export), failed=False)
@@ -170,6 +177,10 @@ class Offers:
 
         offer = Offer(self.lease_seconds, give_back)
         return offer
+
+    def _release_all(self, exports: Sequence[KVExport]) -> None:
+        for export in exports:
+            self._scheduler.exports.release(export)
 
     def _tell(self, offer: Offer, export: KVExport) -> None:
         self._asyncio_loop.call_soon_threadsafe(offer.update, _snapshot(export), export.failed)

@@ -105,7 +105,8 @@ class Campaign:
         streams = [asyncio.create_task(self._stream(i, stopping)) for i in range(NUM_STREAMS)]
         inflicting = asyncio.create_task(self._inflict(num_faults))
         try:
-            await asyncio.wait([inflicting, *streams], return_when=asyncio.FIRST_EXCEPTION)
+            # Streams end only by failing.
+            await asyncio.wait([inflicting, *streams], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.set()
             inflicting.cancel()

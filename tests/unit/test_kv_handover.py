@@ -10,6 +10,7 @@ import pytest
 from shared.engine.block_pool import OutOfBlocks
 from shared.engine.kv_export import KVExport
 from shared.engine.kv_import import KVImport
+from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Finish, Sequence
 from shared.sampling.params import SamplingParams
 from tests.support.machine import BLOCK_SIZE, ROOT, VOCAB_SIZE, Machine, decoded, new_sequence, run, serve
@@ -329,3 +330,48 @@ def test_random_hand_overs_lose_no_block_and_no_token(seed: int, num_p: int, num
         assert machine.pool.counts().owned == 0
         assert len(machine.scheduler.exports) == len(machine.scheduler.imports) == 0
         assert machine.scheduler.is_empty
+
+
+def test_a_lack_of_places_takes_no_blocks_from_what_comes() -> None:
+    machine = Machine(64, max_sequences=1)
+    machine.scheduler.add(new_sequence([1, 2, 3], 20))
+    machine.scheduler.add(new_sequence([4, 5, 6], 2))
+    serve_prefix = new_sequence(list(range(20, 28)), 1)
+    machine.step()
+    kv_import = machine.scheduler.begin_import(serve_prefix.token_ids, ROOT)
+    blocks = machine.scheduler.imports.allocate(kv_import, 2)
+    for number, block in enumerate(blocks):
+        for i in range(BLOCK_SIZE):
+            machine.kv[block, i] = tuple(range(20, 20 + number * BLOCK_SIZE + i + 1))
+    machine.scheduler.imports.arrived(kv_import, blocks, 2 * BLOCK_SIZE)
+    machine.step()
+    assert kv_import.num_held == 2
+    assert not kv_import.ended
+
+
+def test_what_gave_its_blocks_up_asks_for_no_more() -> None:
+    machine = Machine(8)
+    kv_import = machine.scheduler.begin_import(list(range(4 * BLOCK_SIZE)), ROOT)
+    machine.scheduler.imports.arrived(kv_import, machine.scheduler.imports.allocate(kv_import, 1), BLOCK_SIZE)
+    assert machine.scheduler.imports.surrender(-1)
+    with pytest.raises(OutOfBlocks):
+        machine.scheduler.imports.allocate(kv_import, 1)
+
+
+def test_a_sequence_that_is_preempted_is_offered_no_more() -> None:
+    """Its readers would hold the very blocks that it needs to begin again."""
+    machine = Machine(10, max_batch_tokens=8)
+    older = new_sequence([1, 2, 3, 4], 20)
+    machine.scheduler.add(older)
+    machine.step()
+    younger = new_sequence(list(range(20, 48)), 2, num_steps=1)
+    machine.scheduler.add(younger)
+    told: list[bool] = []
+    export = machine.scheduler.exports.offer(younger, lambda: told.append(export.failed))
+    while younger in machine.sequences and not export.failed and export.num_tokens is None:
+        machine.step()
+        if export.blocks and not export.failed:
+            machine.scheduler._preempt(younger, StepPlan())
+    assert told[-1]
+    machine.scheduler.exports.release(export)
+    run(machine, older)

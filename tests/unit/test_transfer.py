@@ -132,6 +132,24 @@ async def failure(d: KVWorker, address: str, prompt: list[int], ticket: bytes | 
     return str(caught.value)
 
 
+async def test_a_fetch_that_ends_before_the_engine_answers_holds_nothing() -> None:
+    async with kv_worker() as p:
+        sequence = new_sequence(prompt_of(20), 1)
+        await p.add(sequence)
+        await until_drawn([sequence])
+        await p.until_idle()
+        hashes = list(sequence.block_hashes)
+        p.engine.gate.clear()
+        p.loop.submit(lambda: p.engine.scheduler.add(new_sequence([9, 9, 9], 1)))
+        asked = asyncio.create_task(p.offers.cached(hashes))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        p.engine.gate.set()
+        await p.until_idle()
+        assert await p.loop.ask(lambda: len(p.engine.scheduler.exports)) == 0
+
+
 async def test_unknown_tickets_and_those_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.transfer.offers._EARLY_SECONDS", 0.05)
     async with kv_worker() as p, kv_worker() as d:

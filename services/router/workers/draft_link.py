@@ -81,7 +81,8 @@ class DraftLane:
 
     @property
     def num_told(self) -> int:
-        return self._num_told if self._link is not None and self._epoch == self._link.epoch else 0
+        there = self._link is not None and self._link.connected and self._epoch == self._link.epoch
+        return self._num_told if there else 0
 
     @property
     def available(self) -> bool:

@@ -156,7 +156,9 @@ class Fleet:
             yield
         except StartupError as error:
             first = self._first_target_at
-            if first is not None and time.monotonic() - first > _STARTING_SECONDS:
+            late = first is not None and time.monotonic() - first > _STARTING_SECONDS
+            # What registers is not this router's set-up to blame.
+            if late or self._directory is not None:
                 raise WorkerRefused(str(error)) from error
             raise
 

@@ -199,7 +199,9 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
 
         `only_user`: no others begin with it, so that it is dropped when these have.
         """
-        num_tokens = [len(token_ids), *[0] * (len(params) - 1)]
+        # Behind a pull that others began with, all but the last token is there or on its way.
+        num_new = len(token_ids) if not pull_id or only_user else 1
+        num_tokens = [num_new, *[0] * (len(params) - 1)]
         lanes = [TargetLane(self, next(self._sequence_ids), num_steps, each) for each in num_tokens]
         first, *forks = lanes
         prefill = target_pb2.Prefill(
@@ -222,7 +224,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         if only_user:
             first.pull_id = pull_id
         self.backlog.num_sequences += len(lanes)
-        self.backlog.num_tokens += len(token_ids)
+        self.backlog.num_tokens += num_new
         self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         return lanes
 
