@@ -40,7 +40,8 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.use_local_subchannel_pool", 1),
     # A restarted worker is found within seconds; the default backs off to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # How long one attempt may take: a busy machine, or TLS to another zone, needs more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 3_000),
 )
 
