@@ -175,6 +175,7 @@ class Offers:
                 self._nothing_held.set()
             self._engine_loop.submit(lambda: self._scheduler.exports.release(export))
 
+        # Named, for `give_back` speaks of it.
         offer = Offer(self.lease_seconds, give_back)
         return offer
 

@@ -119,11 +119,6 @@ class Placer:
         """A sequence ended with so many tokens of output."""
         self._num_output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._num_output_tokens)
 
-    def forget(self, instance_id: str) -> None:
-        """That worker is gone for good."""
-        if self._rates is not None:
-            self._rates.forget(instance_id)
-
     async def _hits(
         self, links: Sequence[TargetLink], token_ids: Sequence[int], cache_salt: bytes
     ) -> Mapping[str, int]:
