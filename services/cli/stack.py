@@ -31,19 +31,20 @@ _DRAFT_MEMORY_SHARE = 0.2
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out. With `num_prefill` and `num_decode` the target workers are two pools, else
-    `num_targets` that do either. `host` and `port` are the router's (0 picks a free one); workers
-    listen on free ports of the loopback alone. Options left None are each service's own to settle, from
-    the environment or its default; `environment` adds to it for single processes, by name ("router",
-    "draft", "target-0", ...).
+    `draft` None leaves the drafter out. With `num_prefill` and `num_decode` the target workers are two pools, and
+    `num_targets` more that do either (None: one, or beside pools none). With `prefix_store` the stack's Redis keeps
+    prefix blocks themselves, too. `host` and `port` are the router's (0 picks a free one); workers listen on free
+    ports of the loopback alone. Options left None are each service's own to settle, from the environment or its
+    default; `environment` adds to it for single processes, by name ("router", "draft", "target-0", ...).
     """
 
     target: str = str(DEMO_TARGET)
     draft: str | None = str(DEMO_DRAFT)
-    num_targets: int = 1
+    num_targets: int | None = None
     num_prefill: int = 0
     num_decode: int = 0
     num_drafts: int = 1
+    prefix_store: bool = False
     host: str = "127.0.0.1"
     port: int = 50051
     device: str | None = None
@@ -196,8 +197,7 @@ class Stack:
         """Names of the target workers; what comes before the dash is their role, or "target" for both."""
         settings = self.settings
         pools = {"prefill": settings.num_prefill, "decode": settings.num_decode}
-        if not any(pools.values()):
-            pools = {"target": settings.num_targets}
+        pools["target"] = (0 if any(pools.values()) else 1) if settings.num_targets is None else settings.num_targets
         return [f"{role}-{i}" for role, count in pools.items() for i in range(count)]
 
     def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
@@ -209,6 +209,8 @@ class Stack:
         environment = {**os.environ, PARENT: str(os.getpid())}
         # Not a flag: the URL holds a password, and anybody can list a process's arguments.
         environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
+        if self.settings.prefix_store and service != "draft":
+            environment[f"OUTRIDER_{service.upper()}_PREFIX_STORE"] = self.redis.url
         environment |= self.settings.environment.get(name, {})
         if service != "router":
             environment.setdefault(f"OUTRIDER_{service.upper()}_MEMORY_SHARE", str(self._memory_share(service)))

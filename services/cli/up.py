@@ -26,13 +26,21 @@ def up(
         str,
         typer.Option(metavar="MODEL", help='Draft model, or "none" to serve without.', show_default="the demo draft"),
     ] = str(DEMO_DRAFT),
-    num_targets: Annotated[int, typer.Option(metavar="N", min=1, help="Target workers.")] = 1,
+    num_targets: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Target workers that prefill and decode.", show_default="1, or 0 beside pools"
+        ),
+    ] = None,
     prefill: Annotated[
         int,
         typer.Option(metavar="N", min=0, help="Target workers that prefill; with --decode."),
     ] = 0,
     decode: Annotated[int, typer.Option(metavar="N", min=0, help="Target workers that decode.")] = 0,
     num_drafts: Annotated[int, typer.Option(metavar="N", min=1, help="Draft workers.")] = 1,
+    prefix_store: Annotated[
+        bool, typer.Option("--prefix-store", help="Keep prefix blocks themselves in Redis, too.")
+    ] = False,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="The router's port; 0 picks a free one.")
@@ -54,8 +62,8 @@ def up(
     Ctrl-C drains it, a second one ends it at once. What else there is to set comes from the environment
     (OUTRIDER_ROUTER_..., OUTRIDER_TARGET_..., OUTRIDER_DRAFT_...) or from --config.
     """
-    if prefill and not decode:
-        raise typer.BadParameter("prefill workers need --decode workers to hand over to")
+    if not decode and (num_targets == 0 or (prefill and not num_targets)):
+        raise typer.BadParameter("there must be workers that decode: --decode, or --num-targets")
     settings = StackSettings(
         target=target,
         draft=None if draft == "none" else draft,
@@ -63,6 +71,7 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         num_drafts=num_drafts,
+        prefix_store=prefix_store,
         host=host,
         port=port,
         device=device,

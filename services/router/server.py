@@ -207,6 +207,7 @@ async def serve(settings: RouterSettings) -> None:
         settings.max_num_draft_tokens,
         settings.redis_url,
         settings.deployment,
+        settings.prefix_store,
     )
     servicer = InferenceServicer(settings, tokenizer, fleet, tenants, telemetry)
     server = RpcServer(

@@ -52,6 +52,10 @@ class RouterSettings(ServiceSettings):
         default=None,
         description="Redis with the prefix index, and the workers if none are named (redis://, rediss:// or unix://).",
     )
+    prefix_store: RedisUrl | None = Field(
+        default=None,
+        description="The target workers' prefix_store, if they have one: placement asks it how long a prefix it holds.",
+    )
     max_running: int = Field(default=64, ge=1, description="Sequences served at once (a request has n).")
     max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; beyond, RESOURCE_EXHAUSTED.")
     max_num_draft_tokens: int = Field(

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 
 from outrider.v1 import target_pb2
 
+from services.target.stored_prefixes import StoredPrefixes
 from shared.engine.kv_import import KVImport
 from shared.engine.loop import EngineLoop
 from shared.engine.sequence import Sequence
+from shared.policy.placement import STORE
 from shared.prefix.block_hash import root_hash
 from shared.telemetry.attributes import ERROR_TYPE, NUM_TOKENS, TRANSFER_BYTES, TRANSFER_ENGINE, TRANSFER_PEER
 from shared.telemetry.tracing import Telemetry
 from shared.transfer.engine import TransferFailed
-from shared.transfer.fetch import Fetcher
+from shared.transfer.fetch import Fetched, Fetcher, end_import
+from shared.transfer.finish import finish
 from shared.transfer.offers import Offers
 from shared.worker.stream import RouterStream
 
@@ -46,10 +49,19 @@ class _Incoming:
 class HandOver:
     """Methods named `on_…` run on the engine's thread."""
 
-    def __init__(self, engine_loop: EngineLoop, offers: Offers, fetcher: Fetcher, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        offers: Offers,
+        fetcher: Fetcher,
+        stored: StoredPrefixes | None,
+        telemetry: Telemetry,
+    ) -> None:
+        """`stored`: None without a prefix store."""
         self._engine_loop = engine_loop
         self._offers = offers
         self._fetcher = fetcher
+        self._stored = stored
         self._telemetry = telemetry
         self._asyncio_loop = asyncio.get_running_loop()
         self._pulls: dict[tuple[Stream, int], _Incoming] = {}
@@ -132,13 +144,13 @@ class HandOver:
         result = target_pb2.PullResult(pull_id=request.pull_id)
         alive = asyncio.create_task(_give_signs_of_life(stream))
         try:
-            fetched = await self._fetcher.fetch(kv_import, request.address, request.ticket or None)
+            fetched = await self._bring(kv_import, request)
             result.num_tokens = fetched.num_tokens
             result.num_bytes = fetched.num_bytes
             result.engine = fetched.engine
             result.seconds = fetched.seconds
         except TransferFailed as error:
-            logger.warning("KV not fetched", extra={"address": request.address, "reason": str(error)})
+            logger.warning("KV not fetched", extra={"address": _source(request), "reason": str(error)})
             result.error = str(error)
         finally:
             alive.cancel()
@@ -149,13 +161,27 @@ class HandOver:
             began_ns,
             time.time_ns(),
             {
-                TRANSFER_PEER: request.address,
+                TRANSFER_PEER: _source(request),
                 TRANSFER_ENGINE: result.engine,
                 TRANSFER_BYTES: result.num_bytes,
                 NUM_TOKENS: result.num_tokens,
                 **({ERROR_TYPE: result.error} if result.error else {}),
             },
         )
+
+    async def _bring(self, kv_import: KVImport, request: target_pb2.Pull) -> Fetched:
+        """Raises TransferFailed. The import is ended in any case."""
+        if not request.from_store:
+            return await self._fetcher.fetch(kv_import, request.address, request.ticket or None)
+        if self._stored is not None:
+            return await self._stored.fetch(kv_import)
+        await finish(end_import(self._engine_loop, kv_import))
+        raise TransferFailed("this worker has no prefix store")
+
+
+def _source(request: target_pb2.Pull) -> str:
+    """Where the KV comes from."""
+    return STORE if request.from_store else request.address
 
 
 async def _give_signs_of_life(stream: Stream) -> None:

@@ -11,6 +11,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_
 from services.target.gathering import Gathering
 from services.target.hand_over import HandOver
 from services.target.settings import TargetSettings
+from services.target.stored_prefixes import StoredPrefixes
 from services.target.verifier import check_proposal, verify
 from shared.engine.engine import Engine, Gain, StepOutcome
 from shared.engine.sequence import Finish, Sequence
@@ -18,8 +19,10 @@ from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.policy.step_costs import StepCosts
 from shared.prefix.block_hash import root_hash
 from shared.prefix.publisher import PrefixPublisher
+from shared.prefix.store import PrefixStore
 from shared.rpc.server import RpcServer
 from shared.sampling.proposal import Proposal
+from shared.settings import StartupError
 from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.tracing import Telemetry, configure
@@ -36,6 +39,9 @@ from shared.worker.stream import Lane, RouterStream
 logger = logging.getLogger(__name__)
 
 Stream = RouterStream[target_pb2.TargetResponse]
+
+# Copies of blocks that wait until the prefix store has them, at most.
+_MAX_PENDING_BYTES = 256 << 20
 
 _STATUS = {
     None: target_pb2.STEP_STATUS_RUNNING,
@@ -57,11 +63,18 @@ class TargetServicer(
         self._role = role
         self._publisher: PrefixPublisher | None = None
         self._hand_over: HandOver | None = None
+        self._stored: StoredPrefixes | None = None
         self._gathering = Gathering()
 
     def publish_to(self, publisher: PrefixPublisher) -> None:
         """From now on the prefix index learns which blocks this worker holds."""
         self._publisher = publisher
+
+    def store_in(self, stored: StoredPrefixes) -> None:
+        """From now on the blocks computed here are kept there."""
+        self._stored = stored
+        if self._metrics is not None:
+            self._metrics.watch_prefix_store(stored.counts)
 
     def hand_over_by(self, hand_over: HandOver) -> None:
         """From now on KV comes from other workers and goes to them."""
@@ -226,6 +239,8 @@ class TargetServicer(
         if self._publisher is not None:
             self._publisher.evicted(events.evicted)
             self._publisher.stored(events.stored)
+        if self._stored is not None:
+            self._stored.on_stored(events.stored)
 
     def _result(self, lane: Lane[target_pb2.TargetResponse], gain: Gain, outcome: StepOutcome) -> target_pb2.StepResult:
         sequence, sampled = gain.sequence, gain.sampled
@@ -286,7 +301,11 @@ async def serve(settings: TargetSettings) -> None:
 
         async def connect(engine: Engine) -> None:
             """Joins the other workers, before this one is SERVING."""
-            hand_over = await _make_hand_over(settings, servicer, transfers, closing)
+            stored = _make_stored_prefixes(settings, servicer)
+            if stored is not None:
+                servicer.store_in(stored)
+                closing.push_async_callback(stored.close)
+            hand_over = await _make_hand_over(settings, servicer, transfers, stored, closing)
             servicer.hand_over_by(hand_over)
             closing.push_async_callback(hand_over.close)
             if settings.redis_url is not None:
@@ -300,8 +319,33 @@ async def serve(settings: TargetSettings) -> None:
         await run_worker(server, servicer, settings, verify, connect, settings.role)
 
 
+def _make_stored_prefixes(settings: TargetSettings, servicer: TargetServicer) -> StoredPrefixes | None:
+    """None without a prefix store. Raises StartupError if its limit is too low for a block."""
+    if settings.prefix_store is None:
+        return None
+    engine = servicer.engine
+    block_bytes = engine.pool.block_num_bytes
+    try:
+        store = PrefixStore(
+            settings.prefix_store,
+            engine.fingerprint,
+            block_bytes,
+            max_bytes=int(settings.prefix_store_gib * 2**30),
+            ttl_seconds=settings.prefix_store_ttl_seconds,
+            max_pending_bytes=max(_MAX_PENDING_BYTES, block_bytes),
+        )
+    except ValueError as error:
+        raise StartupError(f"prefix_store_gib is {settings.prefix_store_gib:g}: {error}") from error
+    store.start()
+    return StoredPrefixes(servicer.engine_loop, store)
+
+
 async def _make_hand_over(
-    settings: TargetSettings, servicer: TargetServicer, transfers: TransferServicer, closing: AsyncExitStack
+    settings: TargetSettings,
+    servicer: TargetServicer,
+    transfers: TransferServicer,
+    stored: StoredPrefixes | None,
+    closing: AsyncExitStack,
 ) -> HandOver:
     engine, loop = servicer.engine, servicer.engine_loop
     engines = make_engines(settings.kv_transfer, engine.pool, servicer.instance_id)
@@ -316,4 +360,4 @@ async def _make_hand_over(
     )
     offers = Offers(loop, settings.lease_seconds)
     transfers.attach(offers, engine.pool, layout, engines)
-    return HandOver(loop, offers, Fetcher(loop, layout, engines), servicer.telemetry)
+    return HandOver(loop, offers, Fetcher(loop, layout, engines), stored, servicer.telemetry)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from shared.settings import RedisUrl
 from shared.worker.settings import WorkerSettings
 
 
@@ -24,4 +25,15 @@ class TargetSettings(WorkerSettings):
     )
     lease_seconds: float = Field(
         default=10.0, ge=1, description="How long KV blocks are held for a worker that says nothing."
+    )
+    prefix_store: RedisUrl | None = Field(
+        default=None,
+        description="Redis that keeps the blocks of prefixes themselves, for all workers (redis://, rediss:// or "
+        "unix://); unset: none does.",
+    )
+    prefix_store_gib: float = Field(
+        default=1.0, gt=0, description="Most that the blocks of this model take in prefix_store, in GiB."
+    )
+    prefix_store_ttl_seconds: float = Field(
+        default=3600.0, ge=1, description="How long prefix_store keeps a block that nobody asks for."
     )

@@ -50,4 +50,6 @@ PLACEMENT_HARM: Final = "outrider.placement.harm"
 TRANSFER_PEER: Final = "outrider.transfer.peer"
 TRANSFER_ENGINE: Final = "outrider.transfer.engine"
 TRANSFER_BYTES: Final = "outrider.transfer.bytes"
+# What became of a block on its way to the prefix store or from it: stored, dropped, hit or corrupt.
+STORE_OUTCOME: Final = "outrider.prefix_store.outcome"
 CANCELLED: Final = "outrider.cancelled"

@@ -6,9 +6,10 @@ there are none for speculation, so the rest is `outrider.*`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from opentelemetry.metrics import Meter
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.util.types import AttributeValue
 
 from shared.telemetry.attributes import (
@@ -18,6 +19,7 @@ from shared.telemetry.attributes import (
     GEN_AI_REQUEST_MODEL,
     POSITION,
     PROVIDER,
+    STORE_OUTCOME,
 )
 
 # Advised by the conventions.
@@ -144,6 +146,7 @@ class WorkerMetrics:
     """What a draft or target worker sees of its engine."""
 
     def __init__(self, meter: Meter, model: str) -> None:
+        self._meter = meter
         self._attributes: dict[str, AttributeValue] = {GEN_AI_PROVIDER_NAME: PROVIDER, GEN_AI_REQUEST_MODEL: model}
         self._batch_tokens = meter.create_histogram(
             "outrider.batch_size.tokens",
@@ -165,6 +168,22 @@ class WorkerMetrics:
             unit="{token}",
             description="Prompt tokens of a sequence found in the KV cache.",
             explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+        )
+
+    def watch_prefix_store(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Blocks that went to the prefix store or came from it so far, by what became of them; from any thread."""
+
+        def observe(_: CallbackOptions) -> list[Observation]:
+            return [
+                Observation(number, {**self._attributes, STORE_OUTCOME: outcome})
+                for outcome, number in counts().items()
+            ]
+
+        self._meter.create_observable_counter(
+            "outrider.prefix_store.blocks",
+            callbacks=[observe],
+            unit="{block}",
+            description="KV blocks written to the prefix store and read from it, by outcome.",
         )
 
     def step(self, num_tokens: int, num_sequences: int, kv_usage: float) -> None:

@@ -42,6 +42,18 @@ class Fetched(NamedTuple):
     seconds: float
 
 
+async def end_import(engine_loop: EngineLoop, kv_import: KVImport) -> None:
+    """Nothing more comes, and nothing is written any more to the blocks that were on their way."""
+    imports = engine_loop.engine.scheduler.imports
+
+    def end() -> None:
+        imports.missed(kv_import, kv_import.in_flight)
+        imports.end(kv_import)
+
+    with suppress(EngineEnded):  # and the pool with it
+        await engine_loop.ask(end)
+
+
 class Fetcher:
     """Fetches blocks from other workers into this one's pool."""
 
@@ -71,23 +83,13 @@ class Fetcher:
         except EngineEnded as error:
             raise TransferFailed("this worker is ending") from error
         finally:
-            await finish(self._end(kv_import))
+            await finish(end_import(self._engine_loop, kv_import))
         num_bytes = num_blocks * self._layout.block_bytes
         return Fetched(kv_import.num_tokens, num_bytes, engine, fetch.read_seconds)
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
-
-    async def _end(self, kv_import: KVImport) -> None:
-        imports = self._engine_loop.engine.scheduler.imports
-
-        def end() -> None:
-            imports.missed(kv_import, kv_import.in_flight)
-            imports.end(kv_import)
-
-        with suppress(EngineEnded):  # and the pool with it
-            await self._engine_loop.ask(end)
 
     def _stub(self, address: str) -> Any:
         if address not in self._channels:

@@ -11,53 +11,47 @@ import pytest_asyncio
 
 from services.cli.stack import Stack
 from shared.models import DEMO_TARGET
-from shared.transfer.nixl import nixl_available
 from tests.support.greedy import Reference, python_prompts, references
-from tests.support.service import generate, inference, running_stack, wait_until_idle, worker_state
+from tests.support.pools import POOLS_AND_ENGINES, Pools, running_pools
+from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle, worker_state
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_TOKENS = 64
-ENGINES = [
-    "grpc",
-    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_available(), reason="nixl is not installed")),
-]
+# Shorter than a block, of many blocks, and of more than a step's budget.
+LENGTHS = (9, 64, 150, 700)
+SEEDED: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 11, "n": 3, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[Reference]:
-    """Shorter than a block, of many blocks, and of more than a step's budget."""
     return [
-        reference
-        for length in (9, 64, 150, 700)
-        for reference in references(DEMO_TARGET, python_prompts(length), 3, NUM_TOKENS)
+        reference for length in LENGTHS for reference in references(DEMO_TARGET, python_prompts(length), 3, NUM_TOKENS)
     ]
 
 
-# Prefill and decode workers.
-POOLS = [(1, 1), (2, 2)]
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seeded(expected: list[Reference]) -> list[list[list[int]]]:
+    """What each prompt gives on a single worker without a drafter, by sequence."""
+    async with running_stack(draft=None) as alone, inference(alone) as stub:
+        return [tokens_of(await generate(stub, each.prompt, **SEEDED)) for each in expected]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=POOLS, ids=str)
-async def stack(request: pytest.FixtureRequest, engine: str) -> AsyncIterator[Stack]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=POOLS_AND_ENGINES)
+async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     """Decode workers take small steps, so that they are slow at prompts and get only the short ones."""
-    num_prefill, num_decode = request.param
-    environment = {f"prefill-{i}": {"OUTRIDER_TARGET_KV_TRANSFER": engine} for i in range(num_prefill)}
-    for i in range(num_decode):
-        environment[f"decode-{i}"] = {
-            "OUTRIDER_TARGET_KV_TRANSFER": engine,
-            "OUTRIDER_TARGET_MAX_BATCH_TOKENS": "32",
-        }
-    async with running_stack(environment, num_prefill=num_prefill, num_decode=num_decode) as running:
+    pools: Pools
+    pools, engine = request.param
+    async with running_pools(pools, engine) as running:
         yield running
         # Nobody fell back to computing what should have come.
         assert not [line for _, line in running.lines if "KV not fetched" in line]
-        assert sum([(await worker_state(running, f"prefill-{i}")).cached_blocks for i in range(num_prefill)]) > 0
+        prefill = [name for name in running.processes if name.startswith("prefill")]
+        assert sum([(await worker_state(running, name)).cached_blocks for name in prefill]) > 0
+
+
+def tokens_of(answer: Generated) -> list[list[int]]:
+    return [each.token_ids for each in answer.outputs]
 
 
 @pytest.mark.parametrize("gamma", [0, 4, None])
@@ -73,14 +67,14 @@ async def test_greedy_is_the_targets_own(stack: Stack, expected: list[Reference]
     await wait_until_idle(stack)
 
 
-async def test_several_sequences_of_one_prompt(stack: Stack, expected: list[Reference]) -> None:
-    prompt = expected[-1].prompt
-    fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 11, "n": 3, "ignore_eos": True}
+@pytest.mark.parametrize("gamma", [0, 3])
+async def test_seeded_sequences_are_those_of_one_worker(
+    stack: Stack, expected: list[Reference], seeded: list[list[list[int]]], gamma: int
+) -> None:
     async with inference(stack) as stub:
-        together = await generate(stub, prompt, gamma=3, **fields)
-        plain = await generate(stub, prompt, gamma=0, **fields)
-    assert [each.token_ids for each in together.outputs] == [each.token_ids for each in plain.outputs]
-    assert len({tuple(each.token_ids) for each in together.outputs}) == 3
+        answers = await asyncio.gather(*(generate(stub, each.prompt, gamma=gamma, **SEEDED) for each in expected))
+    assert [tokens_of(answer) for answer in answers] == seeded
+    assert all(len({tuple(tokens) for tokens in each}) == 3 for each in seeded)
     await wait_until_idle(stack)
 
 

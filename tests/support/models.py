@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 
@@ -36,29 +44,35 @@ def tiny_llama(
     hidden_size: int = 64,
     num_layers: int = 2,
     max_context: int = 512,
+    sliding_window: int | None = None,
 ) -> Path:
     """Writes a random Llama with a byte tokenizer to `path`, in float32, and returns `path`.
+
+    With a `sliding_window` it is a Mistral: all the same, but that a token sees no more than so many.
 
     Its next-token distributions are peaked enough that greedy decoding has no near ties. A
     `vocab_size` above 257 leaves ids the tokenizer does not know, as real checkpoints do.
     """
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_context,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        initializer_range=0.1,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_context,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,
+    }
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        if sliding_window is None:
+            model: Any = LlamaForCausalLM(LlamaConfig(**fields))
+        else:
+            model = MistralForCausalLM(MistralConfig(**fields, sliding_window=sliding_window))
         model.model.embed_tokens.weight.normal_(0, 1)
         model.lm_head.weight.normal_(0, 3 / hidden_size**0.5)
     model.save_pretrained(path)
@@ -72,7 +86,7 @@ def perturbed(source: Path, path: Path, *, noise: float, seed: int = 0) -> Path:
     `noise` is in standard deviations of each weight tensor: 0 agrees with `source` always, 0.1
     mostly, 3 hardly ever. A drafter of chosen quality.
     """
-    model = LlamaForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():

@@ -147,9 +147,10 @@ class Session:
         first, parent = placed.first, current_traceparent()
         num_prompt_tokens = len(self.options.prompt_ids)
         pull_id = 0
-        if placed.source is not None:
+        if placed.plan.fetch is not None:
             observe = partial(self.fleet.placer.observe_transfer, placed.source, first)
-            pull_id = first.pull(placed.source.address, b"", token_ids, self._cache_salt, parent, observe)
+            address = placed.source.address if placed.source is not None else None
+            pull_id = first.pull(address, b"", token_ids, self._cache_salt, parent, observe)
         lanes = first.prefill(
             token_ids, num_prompt_tokens, params, 1, self._cache_salt, parent, pull_id, only_user=True
         )

@@ -48,12 +48,14 @@ class Fleet:
         max_num_draft_tokens: int,
         redis_url: str | None,
         deployment: str = DEFAULT_DEPLOYMENT,
+        prefix_store: str | None = None,
     ) -> None:
         """With `redis_url`, placement asks the prefix index there which workers hold a prompt's blocks; with no
-        `targets` as well, all workers are those that register there for this deployment, as they come and go."""
+        `targets` as well, all workers are those that register there for this deployment, as they come and go.
+        `prefix_store`: the Redis that keeps the blocks themselves."""
         self.changed = asyncio.Condition()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.placer = Placer(lambda: self.targets, redis_url)
+        self.placer = Placer(lambda: self.targets, redis_url, prefix_store)
         self._directory = Directory(redis_url, deployment) if redis_url is not None and not targets else None
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._max_num_draft_tokens = max_num_draft_tokens
@@ -219,6 +221,8 @@ class Fleet:
         for link in [link for link in links if link.address not in addresses and not link.connected]:
             links.remove(link)
             self._tasks.pop(link).cancel()
+            if isinstance(link, TargetLink):
+                self.placer.forget(link)
             self._controllers = {pair: found for pair, found in self._controllers.items() if link not in pair}
 
     def _target(self, address: str) -> TargetLink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from outrider.v1 import target_pb2, worker_pb2
 
 from services.router.workers.target_link import TargetLink
 from shared.policy.placement import (
+    STORE,
     NoWorker,
     Plan,
     Request,
@@ -21,6 +23,7 @@ from shared.policy.placement import (
 )
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.index import PrefixIndex
+from shared.prefix.payload_index import PayloadIndex
 from shared.rpc.errors import Unavailable
 
 # Before anything was measured: what a transfer takes beside its bytes, and bytes a second.
@@ -33,7 +36,7 @@ _OUTPUT_WEIGHT = 0.05
 
 class Placement(NamedTuple):
     """Where a request begins (`first`), where it goes on behind its first token (`decode`: the same worker or another),
-    and whose cached prefix is fetched to begin with (`source`)."""
+    and whose cached prefix is fetched to begin with (`source`; None with a `plan` to fetch: the prefix store's)."""
 
     first: TargetLink
     decode: TargetLink
@@ -49,11 +52,18 @@ class Placement(NamedTuple):
 class Placer:
     """Chooses among a router's target workers."""
 
-    def __init__(self, targets: Callable[[], Collection[TargetLink]], redis_url: str | None) -> None:
-        """`targets`: all there are now. With `redis_url`, the prefix index there tells who holds a prompt's blocks."""
+    def __init__(
+        self, targets: Callable[[], Collection[TargetLink]], redis_url: str | None, prefix_store: str | None
+    ) -> None:
+        """`targets`: all there are now. With `redis_url`, the prefix index there tells who holds a prompt's blocks;
+        `prefix_store` is the Redis that keeps them itself, if any does."""
         self._targets = targets
         self._redis_url = redis_url
+        self._prefix_store = prefix_store
         self._index: PrefixIndex | None = None
+        self._payloads: PayloadIndex | None = None
+        # As whom each worker has been part of a transfer.
+        self._instances: dict[TargetLink, str] = {}
         self._rates: TransferRates | None = None
         self._random = random.Random()
         self._num_output_tokens = _OUTPUT_TOKENS
@@ -62,11 +72,15 @@ class Placer:
         """Now it is known which model's blocks there are."""
         if self._redis_url is not None and self._index is None:
             self._index = PrefixIndex(self._redis_url, info.fingerprint)
+        if self._prefix_store is not None and self._payloads is None:
+            self._payloads = PayloadIndex(self._prefix_store, info.fingerprint)
         self._rates = TransferRates(info.block_bytes / info.block_size, _TRANSFER_SECONDS, _TRANSFER_RATE)
 
     async def close(self) -> None:
         if self._index is not None:
             await self._index.close()
+        if self._payloads is not None:
+            await self._payloads.close()
 
     async def place(
         self, token_ids: Sequence[int], cache_salt: bytes, num_tokens: int, avoided: Collection[TargetLink]
@@ -77,11 +91,9 @@ class Placer:
         other. Raises Unavailable if none is usable and has room.
         """
         links = self._candidates(num_tokens, avoided)
-        hits: Mapping[str, int] = {}
-        if len(links) > 1:
-            hits = await self._hits(links, token_ids, cache_salt)
-            # Looked at again: workers may have come and gone during the lookup.
-            links = self._candidates(num_tokens, avoided)
+        hits, store_tokens = await self._held(links, token_ids, cache_salt)
+        # Looked at again: workers may have come and gone during the lookup.
+        links = self._candidates(num_tokens, avoided)
         if not any(link.decodes for link in links):
             if any(link.usable and link.decodes for link in self._targets()):
                 raise Unavailable(f"no target worker has room for {num_tokens} tokens, prompt and output together, now")
@@ -97,7 +109,7 @@ class Placer:
         num_output = min(num_tokens - len(token_ids), self._num_output_tokens)
         try:
             plan = choose(
-                Request(len(token_ids), max(1.0, num_output)),
+                Request(len(token_ids), max(1.0, num_output), store_tokens),
                 [_view(instance, by_id[instance], hits.get(instance, 0)) for instance in chosen],
                 self._rates,
                 self._random,
@@ -105,35 +117,64 @@ class Placer:
         except NoWorker as error:
             raise Unavailable("no target worker is alive") from error
         first = by_id[plan.prefill or plan.decode]
-        source = by_id[plan.fetch] if plan.fetch is not None else None
+        source = by_id[plan.fetch] if plan.fetch not in (None, STORE) else None
         prefix_tokens = hits.get(plan.prefill or plan.decode, 0) + plan.fetch_tokens
         return Placement(first, by_id[plan.decode], source, prefix_tokens, plan)
 
-    def observe_transfer(self, source: TargetLink, destination: TargetLink, result: target_pb2.PullResult) -> None:
-        """A transfer took that long."""
-        if self._rates is not None and source.info is not None and destination.info is not None:
-            ends = source.info.instance_id, destination.info.instance_id
-            self._rates.observe(*ends, result.num_bytes, result.seconds)
+    def observe_transfer(
+        self, source: TargetLink | None, destination: TargetLink, result: target_pb2.PullResult
+    ) -> None:
+        """A transfer took that long; `source` None: from the prefix store."""
+        whence = STORE if source is None else self._instance(source)
+        whither = self._instance(destination)
+        if self._rates is not None and whence is not None and whither is not None:
+            self._rates.observe(whence, whither, result.num_bytes, result.seconds)
+
+    def forget(self, link: TargetLink) -> None:
+        """The worker is gone for good."""
+        instance = self._instances.pop(link, None)
+        if instance is not None and self._rates is not None:
+            self._rates.forget(instance)
+
+    def _instance(self, link: TargetLink) -> str | None:
+        """Who it is now; what was measured of who it was is forgotten. None: it is away."""
+        if link.info is None:
+            return None
+        instance = link.info.instance_id
+        if self._instances.get(link) != instance:
+            self.forget(link)
+            self._instances[link] = instance
+        return instance
 
     def observe_output(self, num_tokens: int) -> None:
         """A sequence ended with so many tokens of output."""
         self._num_output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._num_output_tokens)
 
-    async def _hits(
+    async def _held(
         self, links: Sequence[TargetLink], token_ids: Sequence[int], cache_salt: bytes
-    ) -> Mapping[str, int]:
-        """Leading tokens that each instance holds, of the full blocks before the last token."""
+    ) -> tuple[Mapping[str, int], int]:
+        """Leading tokens that each instance holds, and that the store does, of the full blocks before the last
+        token."""
         infos = [link.info for link in links if link.info is not None]
-        if self._index is None or not infos:
-            return {}
+        # With one worker there is nothing to choose, but whether to fetch.
+        if not infos or (len(infos) == 1 and self._payloads is None):
+            return {}, 0
         block_size = infos[0].block_size
         num_blocks = (len(token_ids) - 1) // block_size
-        if num_blocks == 0:
-            return {}
+        if num_blocks == 0 or (self._index is None and self._payloads is None):
+            return {}, 0
         root = root_hash(infos[0].fingerprint, cache_salt)
         hashes = hash_blocks(token_ids[: num_blocks * block_size], block_size, root)
-        depths = await self._index.lookup(hashes, [info.instance_id for info in infos])
-        return {instance: depth * block_size for instance, depth in depths.items()}
+        depths, stored = await asyncio.gather(
+            self._ask_index(hashes, [info.instance_id for info in infos]), self._ask_store(hashes)
+        )
+        return {instance: depth * block_size for instance, depth in depths.items()}, stored * block_size
+
+    async def _ask_index(self, hashes: Sequence[bytes], instances: Sequence[str]) -> Mapping[str, int]:
+        return {} if self._index is None else await self._index.lookup(hashes, instances)
+
+    async def _ask_store(self, hashes: Sequence[bytes]) -> int:
+        return 0 if self._payloads is None else await self._payloads.depth(hashes)
 
     def _candidates(self, num_tokens: int, avoided: Collection[TargetLink]) -> list[TargetLink]:
         """The workers that could take a sequence, without those better left alone if that leaves one to decode."""

@@ -240,14 +240,15 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
 
     def pull(
         self,
-        address: str,
+        address: str | None,
         ticket: bytes,
         token_ids: Sequence[int],
         cache_salt: bytes,
         traceparent: str,
         pulled: Callable[[target_pb2.PullResult], None],
     ) -> int:
-        """Has it fetch KV of these tokens from the worker at `address`: what is exported under the ticket, or cached.
+        """Has it fetch KV of these tokens from the worker at `address`: what is exported under the ticket, or cached
+        there. None: from the prefix store.
 
         Returns the pull's id, which `drop_pull` is to be called with. `pulled` is told what came of it, unless it is
         dropped or the worker lost before.
@@ -255,11 +256,12 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         pull_id = next(self._sequence_ids)
         pull = target_pb2.Pull(
             pull_id=pull_id,
-            address=address,
+            address=address or "",
             ticket=ticket,
             token_ids=token_ids,
             cache_salt=cache_salt,
             traceparent=traceparent,
+            from_store=address is None,
         )
         self.send(target_pb2.TargetOperation(pull=pull), [pull_id], begins=True)
         self._pulls[pull_id] = pulled

@@ -1,0 +1,131 @@
+"""A target worker's part in the prefix store: what it computes is kept there, what others computed is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from shared.engine.block_pool import OutOfBlocks
+from shared.engine.kv_export import KVExport
+from shared.engine.kv_import import KVImport
+from shared.engine.loop import EngineEnded, EngineLoop
+from shared.prefix.store import PrefixStore
+from shared.transfer.engine import TransferFailed
+from shared.transfer.fetch import Fetched, end_import
+from shared.transfer.finish import finish
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "redis"
+
+# Of the pool's blocks, the share that may be held at once to be copied: they are no sequence's meanwhile.
+_HELD_SHARE = 0.125
+# Bytes in one piece of a fetch: in memory at once, beside the pool.
+_PIECE_BYTES = 64 << 20
+# Seconds that a piece may take, and the bytes a second below which it is given up.
+_PIECE_SECONDS = 2.0
+_LEAST_RATE = 20e6
+
+
+class StoredPrefixes:
+    """Methods named `on_…` run on the engine's thread, which neither copies nor waits: blocks are held as for a peer
+    until a thread of their own has copied them."""
+
+    def __init__(self, engine_loop: EngineLoop, store: PrefixStore) -> None:
+        """`store`: started; `close` closes it."""
+        engine = engine_loop.engine
+        self._engine_loop = engine_loop
+        self._store = store
+        self._pool = engine.pool
+        self._exports = engine.scheduler.exports
+        self._imports = engine.scheduler.imports
+        self._block_size = engine.block_size
+        self._most_held = max(1, int(engine.blocks.counts().total * _HELD_SHARE))
+        self._num_held = 0
+        self._blocks_a_piece = max(1, _PIECE_BYTES // self._pool.block_num_bytes)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="prefix-store")
+
+    def counts(self) -> dict[str, int]:
+        """Blocks so far, by what became of them; from any thread."""
+        store = self._store
+        return {
+            "stored": store.num_stored,
+            "dropped": store.num_dropped,
+            "hit": store.num_hits,
+            "corrupt": store.num_corrupt,
+        }
+
+    def on_stored(self, block_hashes: Sequence[bytes]) -> None:
+        """These became findable in the pool. Those beyond what may be held at once are not kept."""
+        wanted = [each for each in block_hashes if self._store.wants(each)][: self._most_held - self._num_held]
+        if not wanted:
+            return
+        export = self._exports.offer_cached(wanted)
+        if export.blocks:
+            self._num_held += len(export.blocks)
+            self._copier.submit(self._copy, export)
+        else:
+            self._exports.release(export)
+
+    async def fetch(self, kv_import: KVImport) -> Fetched:
+        """Brings what `kv_import` lacks and the store has. The import is ended in any case.
+
+        Raises TransferFailed if something is missing and nothing came.
+        """
+        began, num_blocks = time.monotonic(), 0
+        missing = kv_import.block_hashes[kv_import.num_held :]
+        try:
+            for at in range(0, len(missing), self._blocks_a_piece):
+                piece = missing[at : at + self._blocks_a_piece]
+                limit = _PIECE_SECONDS + len(piece) * self._pool.block_num_bytes / _LEAST_RATE
+                payloads = await self._store.get(piece, limit)
+                await self._take_in(kv_import, payloads)
+                num_blocks += len(payloads)
+                if len(payloads) < len(piece):
+                    break
+        except OutOfBlocks as error:
+            raise TransferFailed(f"no room for what comes: {error}") from error
+        except EngineEnded as error:
+            raise TransferFailed("this worker is ending") from error
+        finally:
+            await finish(end_import(self._engine_loop, kv_import))
+        if missing and not num_blocks:
+            raise TransferFailed("the prefix store has none of its blocks, or does not answer")
+        num_bytes = num_blocks * self._pool.block_num_bytes
+        return Fetched(kv_import.num_tokens, num_bytes, ENGINE, time.monotonic() - began)
+
+    async def close(self) -> None:
+        """Drops what was not written yet."""
+        self._copier.shutdown(wait=False, cancel_futures=True)
+        await self._store.close()
+
+    async def _take_in(self, kv_import: KVImport, payloads: Sequence[bytes]) -> None:
+        """Raises OutOfBlocks."""
+        if not payloads:
+            return
+        blocks = await self._engine_loop.ask(lambda: self._imports.allocate(kv_import, len(payloads)))
+        # To its end also when we are cancelled: nothing may be written to the pool later.
+        await finish(asyncio.to_thread(self._write, blocks, payloads))
+        num_tokens = (kv_import.num_held + len(blocks)) * self._block_size
+        await self._engine_loop.ask(lambda: self._imports.arrived(kv_import, blocks, num_tokens))
+
+    def _write(self, blocks: Sequence[int], payloads: Sequence[bytes]) -> None:
+        for block, payload in zip(blocks, payloads, strict=True):
+            self._pool.write_block(block, payload)
+
+    def _copy(self, export: KVExport) -> None:
+        """On the copier's thread."""
+        try:
+            for block_hash, block in zip(export.block_hashes, export.blocks, strict=True):
+                self._store.put(block_hash, self._pool.read_block(block))
+        except Exception:
+            logger.exception("blocks for the prefix store were not copied")
+        finally:
+            self._engine_loop.submit(lambda: self._on_copied(export))
+
+    def _on_copied(self, export: KVExport) -> None:
+        self._num_held -= len(export.blocks)
+        self._exports.release(export)
