@@ -81,4 +81,5 @@ async def test_a_rolling_restart_loses_and_repeats_no_token(stack: Stack) -> Non
     assert max(gaps) < STANDSTILL_SECONDS
     await wait_until_idle(stack)
     lost = [line for name, line in stack.lines if name == "router" and "sequence lost" in line]
-    assert len(lost) <= 2, "sequences were moved, not lost"
+    # With what the workers said before: why.
+    assert len(lost) <= 2, "\n".join(f"{name} {line}" for name, line in stack.lines)
