@@ -109,8 +109,7 @@ async def test_a_line_that_fails_costs_no_more_than_its_deadline(
             await asyncio.to_thread(reading.wait)
             harm(line)
         elif when == "while it is computed":
-            await until(lambda: bool(line._lines), "connected")
-            await asyncio.sleep(0.1)
+            await until(lambda: bool(p.offers._being_read), "the fetch has begun")
             harm(line)
         try:
             failure, sequence = await going_on

@@ -22,7 +22,9 @@ RESTART_SECONDS = 90.0
 STANDSTILL_SECONDS = 20.0
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["both", "pools"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[pytest.param("both", marks=pytest.mark.long), "pools"]
+)
 async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     pools: dict[str, Any] = {"num_targets": 2} if request.param == "both" else {"num_prefill": 1, "num_decode": 2}
     async with running_stack(drain_seconds=30.0, **pools) as running:
