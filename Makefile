@@ -7,11 +7,11 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint protos simulate chaos bench clean
+.PHONY: help setup demo up test lint protos simulate chaos bench bench-pools clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'up, test, simulate, chaos and bench pass ARGS on: make up ARGS="--num-targets 2"'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'up, test, simulate, chaos, bench and bench-pools pass ARGS on: make up ARGS="--num-targets 2"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
 
@@ -40,6 +40,9 @@ chaos: setup ## Kill, stop, restart and cut off workers under load, 200 times; t
 
 bench: setup ## Measure against transformers; prints two tables for each pair.
 	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+bench-pools: setup ## Measure pools, KV transfer, prefixes and routing, and what the simulator says of them.
+	$(BIN)/python -m tests.benchmarks.pools $(ARGS)
 
 clean: ## Remove generated stubs, caches and benchmark models; .venv stays.
 	rm -rf protos/outrider/v1/*_pb2*.py protos/outrider/v1/*_pb2*.pyi tests/benchmarks/pair

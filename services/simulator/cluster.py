@@ -133,7 +133,8 @@ class Cluster:
         outcome = worker.finish(now)
         for stream in outcome.ended:
             self.routing.ended(stream.request)
-            self._outcomes.ended(stream.request, stream.first_token_at, now)
+            latency = self._machine.latency_seconds
+            self._outcomes.ended(stream.order, stream.request, stream.first_token_at + latency, now + latency)
             if stream.destination is not None:
                 stream.destination.expect_no_more(stream)
         for stream in outcome.leaving:

@@ -16,6 +16,8 @@ class Decoding:
         self._streams: list[tuple[int, Stream]] = []  # heap by last step
         # How many need a block in a step, by its number modulo the block size.
         self._needs = [0] * block_size
+        # Of all of them together.
+        self.context_tokens = 0
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -30,15 +32,17 @@ class Decoding:
         stream.join_step = self._num_steps
         stream.end_step = self._num_steps + stream.request.num_output_tokens - stream.num_generated
         self._needs[self._phase(stream)] += 1
+        self.context_tokens += stream.num_context
         heapq.heappush(self._streams, (stream.end_step, stream))
 
     def advance(self, num_steps: int) -> list[Stream]:
         """So many steps have been taken, no more than to the first end; those that ended with them."""
         self._num_steps += num_steps
+        self.context_tokens += num_steps * len(self._streams)
         ended = []
         while self._streams and self._streams[0][0] == self._num_steps:
             _, stream = heapq.heappop(self._streams)
-            self._needs[self._phase(stream)] -= 1
+            self._left(stream)
             ended.append(stream)
         return ended
 
@@ -49,7 +53,7 @@ class Decoding:
         """The stream ends before its time; how many tokens it got here."""
         self._streams.remove((stream.end_step, stream))
         heapq.heapify(self._streams)
-        self._needs[self._phase(stream)] -= 1
+        self._left(stream)
         return self._num_steps - stream.join_step
 
     def num_needed(self, num_steps: int) -> int:
@@ -70,6 +74,11 @@ class Decoding:
         """Raises AssertionError if there are any."""
         assert not self._streams
         assert not any(self._needs)
+        assert not self.context_tokens
+
+    def _left(self, stream: Stream) -> None:
+        self._needs[self._phase(stream)] -= 1
+        self.context_tokens -= stream.num_context + self._num_steps - stream.join_step
 
     def _phase(self, stream: Stream) -> int:
         """The steps in which it needs a block, modulo the block size: in step join + i it computes position

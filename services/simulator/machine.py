@@ -11,7 +11,10 @@ from shared.policy.step_costs import StepCosts
 class Machine:
     """What all workers have in common: `costs`, most tokens and sequences in a step, blocks of KV and their size.
 
-    `longest_run`: steps simulated at once, at most; any number gives the same result.
+    `attention_seconds`: what a step takes more for each token that one of its tokens attends to; `costs` are without.
+    `latency_seconds`: from the client to the worker and back, with the router's work on a request in between.
+    `longest_run`: steps simulated at once, at most; any number gives the same result, but that in a run contexts do not
+    grow for attention.
     """
 
     costs: StepCosts
@@ -19,6 +22,8 @@ class Machine:
     max_sequences: int = 256
     num_blocks: int = 16_384
     block_size: int = 16
+    attention_seconds: float = 0.0
+    latency_seconds: float = 0.0
     longest_run: int = 1 << 40
 
     def __post_init__(self) -> None:

@@ -27,11 +27,13 @@ class WorkerOutcome:
 class Outcomes:
     """Of each request, in order of their ends, TTFT and TPOT in seconds (NaN with one token of output).
 
+    `order`: the place of each by arrival, from 0.
     `inter_token`: how many tokens came so many seconds after the one before, exactly, over all requests.
     """
 
     ttft: array[float] = field(default_factory=lambda: array("d"))
     tpot: array[float] = field(default_factory=lambda: array("d"))
+    order: array[int] = field(default_factory=lambda: array("q"))
     inter_token: Counter[float] = field(default_factory=Counter)
     workers: list[WorkerOutcome] = field(default_factory=list)
     num_output_tokens: int = 0
@@ -41,11 +43,14 @@ class Outcomes:
     _last_end: float = -math.inf
 
     def arrived(self, now: float) -> None:
+        """A request was sent."""
         self._first_arrival = min(self._first_arrival, now)
 
-    def ended(self, request: Request, first_token_at: float, now: float) -> None:
+    def ended(self, order: int, request: Request, first_token_at: float, now: float) -> None:
+        """The request had its last token now."""
         self._last_end = now
         self.num_output_tokens += request.num_output_tokens
+        self.order.append(order)
         self.ttft.append(first_token_at - request.time)
         num_more = request.num_output_tokens - 1
         self.tpot.append((now - first_token_at) / num_more if num_more else math.nan)
@@ -58,10 +63,9 @@ class Outcomes:
             )
             self.prompt_tokens += worker.prompt_tokens
             self.cached_tokens += worker.cached_tokens
-            for size, num_tokens in enumerate(worker.decodes_by_size):
-                if num_tokens:
-                    self.inter_token[worker.machine.costs.seconds(size)] += num_tokens
             self.inter_token.update(worker.gaps)
+        # Without those that there are none of.
+        self.inter_token = +self.inter_token
 
     @property
     def num_requests(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,10 +16,16 @@ from shared.policy.placement import Role
 
 
 class Chunk(NamedTuple):
-    """Tokens of a prompt in a step."""
+    """Tokens of a prompt in a step, behind `start` others."""
 
     stream: Stream
+    start: int
     num_tokens: int
+
+    @property
+    def num_attended(self) -> int:
+        """Tokens that each of them attends to, all together."""
+        return self.num_tokens * self.start + self.num_tokens * (self.num_tokens + 1) // 2
 
 
 class Pull(NamedTuple):
@@ -67,8 +73,8 @@ class Worker:
         # Measured.
         self.busy_seconds = 0.0
         self.num_preemptions = 0
-        self.decodes_by_size = [0] * (machine.max_batch_tokens + 1)
-        self.gaps: list[float] = []
+        # Tokens of output by the seconds since the one before.
+        self.gaps: Counter[float] = Counter()
         self.prompt_tokens = self.cached_tokens = 0
 
         self._seconds = [machine.costs.seconds(size) for size in range(machine.max_batch_tokens + 1)]
@@ -183,7 +189,8 @@ class Worker:
         self.running = True
         self.version += 1
         self._began = now
-        self._step_seconds = self._seconds[self._step_tokens]
+        attended = self._decoding.context_tokens + sum(chunk.num_attended for chunk in self._chunks)
+        self._step_seconds = self._seconds[self._step_tokens] + self.machine.attention_seconds * attended
         self._num_settled = 1
         # Room made by a preemption may let something in before the next step.
         self._num_run = 1 if self._chunks or made_room else self._run_length()
@@ -196,16 +203,15 @@ class Worker:
         self._num_run = self._num_settled = 0
         self.running = False
         self.busy_seconds += num_run * self._step_seconds
-        self.decodes_by_size[self._step_tokens] += num_run * len(self._decoding)
+        # What those that are fresh waited for their second token is not the step alone.
+        self.gaps[self._step_seconds] += num_run * len(self._decoding) - len(self._fresh)
         for stream in self._fresh:
-            # What it waited for its second token is not the step alone.
-            self.decodes_by_size[self._step_tokens] -= 1
-            self.gaps.append(self._began + self._step_seconds - stream.last_token_at)
+            self.gaps[self._began + self._step_seconds - stream.last_token_at] += 1
         self._fresh.clear()
         outcome = Outcome(ended=self._decoding.advance(num_run))
         for stream in outcome.ended:
             self._leave(stream)
-        for stream, num_tokens in self._chunks:
+        for stream, _, num_tokens in self._chunks:
             stream.num_left -= num_tokens
             self.backlog_tokens -= num_tokens
             self._register(stream, stream.num_context - stream.num_left)
@@ -229,7 +235,7 @@ class Worker:
         """The stream's prompt, or after a preemption all that it had, is computed."""
         self.num_waiting -= 1
         if stream.num_generated:
-            self.gaps.append(now - stream.last_token_at)
+            self.gaps[now - stream.last_token_at] += 1
         else:
             stream.first_token_at = now
         stream.num_generated += 1
@@ -244,7 +250,7 @@ class Worker:
 
     def _add_chunk(self, stream: Stream, budget: int) -> int:
         num_tokens = min(stream.num_left, budget)
-        self._chunks.append(Chunk(stream, num_tokens))
+        self._chunks.append(Chunk(stream, stream.num_context - stream.num_left, num_tokens))
         return num_tokens
 
     def _admit(self) -> bool:

@@ -95,7 +95,11 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     """
     on_step("starting the services")
     settings = StackSettings(target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16")
-    async with Stack(settings) as stack, inference(stack) as stub, second_router(stack, pair) as fixed_stub:
+    async with (
+        Stack(settings) as stack,
+        inference(stack) as stub,
+        second_router(stack, ["target-0"], ["draft"]) as fixed_stub,
+    ):
         stubs = Stubs(stub, fixed_stub)
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
         for streams in plan.streams:
@@ -105,7 +109,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
         repeats = [await _measure_repeat(pair, plan, index, stubs, on_step) for index in range(plan.repeats)]
         on_step("repeated prefixes")
         prefixes = [await measure_prefix(stub, pair.prompts, info.block_size) for _ in range(_NUM_PREFIXES)]
-        _check_undisturbed(stack)
+        check_undisturbed(stack)
     return PairResult(pair.name, tuple(repeats), tuple(prefixes))
 
 
@@ -173,7 +177,7 @@ def _count(streams: int) -> str:
     return f"{streams} {'stream' if streams == 1 else 'streams'}"
 
 
-def _check_undisturbed(stack: Stack) -> None:
+def check_undisturbed(stack: Stack) -> None:
     """Raises BenchmarkError if a service died meanwhile: the streams survive that, the numbers do not."""
     restarted = [name for name, process in stack.processes.items() if process.restarts]
     if restarted:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from outrider.v1 import inference_pb2_grpc
@@ -16,20 +16,24 @@ from services.cli.process import ServiceProcess
 from services.cli.stack import LOOPBACK, Stack
 from shared.rpc.channel import connect
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.model_pair import Pair
 
 
 @asynccontextmanager
-async def second_router(stack: Stack, pair: Pair) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+async def second_router(
+    stack: Stack, targets: Sequence[str], drafts: Sequence[str] = ()
+) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
     """A client of a router of its own, in a process of its own, with the settings of the stack's.
 
-    Raises StartupError if it does not start, BenchmarkError on leaving if it died meanwhile.
+    It serves with these of the stack's workers, by the names of their processes. Raises StartupError if it does not
+    start, BenchmarkError on leaving if it died meanwhile.
     """
     with socket.create_server((LOOPBACK, 0)) as probe:
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "services.cli.main", "router", f"--host={LOOPBACK}", f"--port={port}"]
-    command += [f"--targets={stack.processes['target-0'].address}", f"--drafts={stack.processes['draft'].address}"]
-    command += [f"--tokenizer={pair.target}"]
+    command.append(f"--tokenizer={stack.settings.target}")
+    for flag, names in (("targets", targets), ("drafts", drafts)):
+        if names:
+            command.append(f"--{flag}={','.join(stack.processes[name].address for name in names)}")
     environment = {**os.environ, PARENT: str(os.getpid()), "OUTRIDER_ROUTER_REDIS_URL": stack.redis.url}
     process = ServiceProcess("second router", command, environment, f"{LOOPBACK}:{port}", lambda name, line: None)
     supervision = asyncio.create_task(process.supervise(stack.settings.start_seconds))

@@ -92,6 +92,23 @@ def test_a_hand_over_delays_the_second_token_and_not_the_first() -> None:
     assert outcomes.tpot[0] == pytest.approx((transfer + 99 * step(1)) / 99)
 
 
+def test_attention_costs_what_is_attended_to() -> None:
+    machine = replace(MACHINE, attention_seconds=1e-6, longest_run=1)
+    outcomes = run([Request(0.0, 600, 4)], machine=machine)
+    # Whatever the chunks, every token of the prompt attends to itself and to those before it.
+    assert outcomes.ttft[0] == pytest.approx(step(512) + step(88) + 1e-6 * 600 * 601 / 2)
+    gaps = sorted(outcomes.inter_token)
+    assert gaps == pytest.approx([step(1) + 1e-6 * context for context in (600, 601, 602)], abs=1e-9)
+
+
+def test_latency_comes_before_the_first_token_alone() -> None:
+    requests = [Request(0.0, 300, 20), Request(0.1, 300, 20)]
+    near, far = (run(requests, machine=replace(MACHINE, latency_seconds=seconds)) for seconds in (0.0, 0.25))
+    assert list(far.ttft) == pytest.approx([ttft + 0.25 for ttft in near.ttft])
+    assert far.tpot == near.tpot
+    assert far.order == near.order
+
+
 def test_links_carry_one_thing_after_another() -> None:
     requests = [Request(0.0, 512, 2), Request(0.0, 512, 2)]
     outcomes = run(requests, Pools(num_prefill=1, num_decode=1), routing=RoutingName.ROUND_ROBIN)

@@ -1,0 +1,102 @@
+"""What steps of a worker really take, measured through the service.
+
+What workers measure at warm-up is not that. They compute up to 128 tokens without any context, alone on the machine,
+and nothing but the forward. A step in service attends to its context, samples and answers a router, and takes prompts
+in larger chunks; another worker streams its weights from the same memory; router and client need processor time, too.
+So it is measured as it is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from statistics import median
+
+from outrider.v1 import inference_pb2_grpc
+
+from services.simulator.workload import Request
+from tests.benchmarks.pools.trace import Served, play
+from tests.benchmarks.prompts import Prompts
+
+_STREAMS = (1, 2, 4, 8, 16)
+_STREAM_TOKENS = 32
+_STREAM_PROMPT = 16
+# Tokens of each stream that are left out at both ends: others still begin then, or have ended.
+_MARGIN = 4
+_CHUNKS = (64, 128, 256, 512, 1024, 1536)
+# The price of attention is seen on so many tokens behind so many others that are cached.
+_TAIL, _PREFIX = 256, 1536
+_BUSY_STREAMS = 4
+_ENDLESS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a worker's steps take, in seconds: `costs` by the tokens in them, without any context, and
+    `attention_seconds` more for each token that one of them attends to.
+
+    `latency_seconds`: of a request's first token, beside the step it is computed in.
+    """
+
+    costs: tuple[tuple[int, float], ...]
+    attention_seconds: float
+    latency_seconds: float
+
+
+async def calibrate(
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, max_batch_tokens: int, turns: int
+) -> Calibration:
+    """Measures the one worker behind `stub`, which is to have nothing else to do; medians of so many turns.
+
+    Raises BenchmarkError if a stream fails.
+    """
+    chunks = [size for size in _CHUNKS if size <= max_batch_tokens]
+    singles, decodes, prefills, tails = [], [], [], []
+    for _ in range(turns):
+        singles.append(await _first_token(stub, prompts(1)))
+        decodes.append([await _step_of(stub, prompts, count) for count in _STREAMS])
+        prefills.append([await _first_token(stub, prompts(size)) for size in chunks])
+        prefix = prompts(_PREFIX)
+        await _first_token(stub, prefix)
+        tails.append(await _first_token(stub, prefix + prompts(_TAIL)))
+    step = dict(zip(_STREAMS, map(median, zip(*decodes, strict=True)), strict=True))
+    prefill = dict(zip(chunks, map(median, zip(*prefills, strict=True)), strict=True))
+    attention = max(0.0, (median(tails) - prefill[_TAIL]) / (_TAIL * _PREFIX))
+    context = _STREAM_PROMPT + _STREAM_TOKENS / 2
+    latency = max(0.0, median(singles) - step[1])
+    costs = [(count, seconds - attention * count * context) for count, seconds in step.items()]
+    costs += [(size, seconds - latency - attention * size * (size + 1) / 2) for size, seconds in prefill.items()]
+    return Calibration(tuple(costs), attention, latency)
+
+
+@asynccontextmanager
+async def busy(stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts) -> AsyncIterator[None]:
+    """Streams decode on the worker behind `stub` meanwhile. Raises BenchmarkError if they end."""
+    requests = [Request(0.0, _STREAM_PROMPT, _ENDLESS)] * _BUSY_STREAMS
+    texts = [prompts(_STREAM_PROMPT) for _ in requests]
+    running = asyncio.create_task(_play(stub, requests, texts))
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _first_token(stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int]) -> float:
+    [served] = await _play(stub, [Request(0.0, len(prompt), 1)], [prompt])
+    return served.token_times[0]
+
+
+async def _step_of(stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, count: int) -> float:
+    """Seconds from one token to the next of so many streams that decode together."""
+    requests = [Request(0.0, _STREAM_PROMPT, _STREAM_TOKENS)] * count
+    served = await _play(stub, requests, [prompts(_STREAM_PROMPT) for _ in requests])
+    return median(gap for each in served for gap in each.gaps[_MARGIN:-_MARGIN])
+
+
+async def _play(
+    stub: inference_pb2_grpc.InferenceAsyncStub, requests: list[Request], texts: list[list[int]]
+) -> list[Served]:
+    return await play(requests, texts, lambda place, request: stub)

@@ -1,0 +1,84 @@
+"""What long prompts do to streams that run: on one worker, in chunks, and on a worker of their own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import fmean
+from typing import Final
+
+from services.simulator.cluster import Pools
+from services.simulator.outcomes import quantiles, weighted_quantiles
+from services.simulator.workload import Request
+from tests.benchmarks.measurement import OnStep
+from tests.benchmarks.model_pair import Pair
+from tests.benchmarks.pools.run import Numbers, Run
+from tests.benchmarks.pools.setup import APART, Setup, serving
+from tests.benchmarks.pools.trace import draw_prompts, play
+from tests.support.service import inference
+
+NUM_STREAMS: Final = 8
+PROMPT_TOKENS: Final = 1500
+SECONDS_BETWEEN: Final = 8.0
+"""From one prompt to the next, whatever became of the one before."""
+
+UNCHUNKED = Setup("1 both, whole prompts", Pools(num_both=1), num_threads=2, max_batch_tokens=2048)
+CHUNKED = Setup("1 both, chunks of 128", Pools(num_both=1), num_threads=2, max_batch_tokens=128)
+SETUPS = (UNCHUNKED, CHUNKED, APART)
+
+_STREAM_PROMPT = 64
+# Cut off in time; none gets so far.
+_STREAM_TOKENS = 4096
+_PROMPT_OUTPUT = 4
+# Until all streams run.
+_LEAD_SECONDS = 3.0
+
+COMPARED: Final[Numbers] = {
+    "gap p50": lambda outcomes: weighted_quantiles(outcomes.inter_token, (0.5,))[0],
+    "gap p99": lambda outcomes: weighted_quantiles(outcomes.inter_token, (0.99,))[0],
+    "TTFT of prompts, mean": lambda outcomes: fmean(
+        ttft for place, ttft in zip(outcomes.order, outcomes.ttft, strict=True) if place >= NUM_STREAMS
+    ),
+}
+"""Gaps of prompts' few tokens count as well here: the simulator does not tell them apart."""
+
+
+async def measure_interference(pair: Pair, num_prompts: int, on_step: OnStep) -> list[Run]:
+    """Serves the same trace with each setup. Raises as `serving` and `play` do."""
+    requests = trace(num_prompts)
+    end = requests[-1].time + SECONDS_BETWEEN
+    runs = []
+    for setup in SETUPS:
+        on_step(f"starting {setup.name}")
+        async with serving(setup, pair) as stack, inference(stack) as stub:
+            on_step(f"{NUM_STREAMS} streams and {num_prompts} prompts, {setup.name}: {end:.0f} s")
+            texts = draw_prompts(requests, pair.prompts)
+            cut_off = dict.fromkeys(range(NUM_STREAMS), end)
+            served = await play(requests, texts, lambda place, request: stub, cut_off)
+        runs.append(Run(setup.name, setup, tuple(served)))
+    return runs
+
+
+def trace(num_prompts: int) -> list[Request]:
+    """Streams at once, then the prompts, one after another."""
+    streams = [Request(0.0, _STREAM_PROMPT, _STREAM_TOKENS)] * NUM_STREAMS
+    times = (_LEAD_SECONDS + SECONDS_BETWEEN * number for number in range(num_prompts))
+    return streams + [Request(time, PROMPT_TOKENS, _PROMPT_OUTPUT) for time in times]
+
+
+def numbers_of(run: Run) -> dict[str, float]:
+    """Of the streams, since the first prompt came: seconds from token to token, over all of them, and tokens a second
+    of all together. Of the prompts: TTFT."""
+    streams, prompts = run.served[:NUM_STREAMS], run.served[NUM_STREAMS:]
+    first = prompts[0].request.time
+    times = [[time for time in each.token_times if time >= first] for each in streams]
+    gaps = [after - before for each in times for before, after in pairwise(each)]
+    ttfts = [each.token_times[0] - each.request.time for each in prompts]
+    p50, p99 = quantiles(gaps, (0.5, 0.99))
+    return {
+        "gap p50": p50,
+        "gap p99": p99,
+        "gap max": max(gaps),
+        "tokens/s": sum(map(len, times)) / (max(each[-1] for each in times) - first),
+        "TTFT mean": fmean(ttfts),
+        "TTFT max": max(ttfts),
+    }

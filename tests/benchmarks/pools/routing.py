@@ -1,0 +1,75 @@
+"""Shared system prompts over two workers: round robin, pure affinity, and the router's own policy.
+
+The first two need nothing of the product: a router for each worker alone, and a client that chooses the router.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import AsyncExitStack
+from statistics import fmean
+from typing import Final
+
+from services.cli.stack import Stack
+from services.simulator.outcomes import quantiles
+from services.simulator.routing import RoutingName
+from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
+from tests.benchmarks.measurement import OnStep
+from tests.benchmarks.model_pair import Pair
+from tests.benchmarks.pools.run import Numbers, Run
+from tests.benchmarks.pools.setup import COLOCATED, serving
+from tests.benchmarks.pools.trace import Choose, draw_prompts, play
+from tests.benchmarks.second_router import second_router
+from tests.support.service import inference
+
+ROUTINGS: Final = (RoutingName.ROUND_ROBIN, RoutingName.AFFINITY, RoutingName.POLICY)
+PREFIXES: Final = SharedPrefixes(count=8, num_tokens=512)
+RATE: Final = 1.0
+"""Requests a second."""
+
+_OWN_TOKENS = Lengths(48, 0.3)
+_OUTPUT_TOKENS = Lengths(16, 0.3)
+
+COMPARED: Final[Numbers] = {
+    "TTFT mean": lambda outcomes: fmean(outcomes.ttft),
+    "TTFT p50": lambda outcomes: quantiles(outcomes.ttft, (0.5,))[0],
+    "TTFT p99": lambda outcomes: quantiles(outcomes.ttft, (0.99,))[0],
+}
+
+
+async def measure_routing(pair: Pair, num_requests: int, seed: int, on_step: OnStep) -> list[Run]:
+    """Serves the same trace under each routing, each on workers just started. Raises as `serving` and `play` do."""
+    requests = list(Workload(RATE, num_requests, _OWN_TOKENS, _OUTPUT_TOKENS, prefixes=PREFIXES).requests(seed))
+    texts = draw_prompts(requests, pair.prompts)
+    runs = []
+    for routing in ROUTINGS:
+        on_step(f"starting 2 workers for {routing}")
+        async with serving(COLOCATED, pair) as stack, AsyncExitStack() as routers:
+            choose = await _chooser(stack, routing, routers)
+            on_step(f"{num_requests} requests by {routing}: {requests[-1].time:.0f} s")
+            served = await play(requests, texts, choose)
+        runs.append(Run(routing.value, COLOCATED, tuple(served), routing))
+    return runs
+
+
+def numbers_of(run: Run) -> dict[str, float]:
+    """TTFT in seconds, and the share of prompt tokens that were cached where they were computed."""
+    outcomes = run.outcomes
+    hit = outcomes.cached_tokens / outcomes.prompt_tokens
+    return {name: number(outcomes) for name, number in COMPARED.items()} | {"prefix hit": hit}
+
+
+async def _chooser(stack: Stack, routing: RoutingName, routers: AsyncExitStack) -> Choose:
+    if routing == RoutingName.POLICY:
+        stub = await routers.enter_async_context(inference(stack))
+        return lambda place, request: stub
+    stubs = [await routers.enter_async_context(second_router(stack, [name])) for name in COLOCATED.workers]
+    if routing == RoutingName.ROUND_ROBIN:
+        return lambda place, request: stubs[place % len(stubs)]
+    return lambda place, request: stubs[_home(request) % len(stubs)]
+
+
+def _home(request: Request) -> int:
+    """As in the simulator: every prefix has its worker, by its name."""
+    assert request.prefix_id is not None
+    return zlib.crc32(request.prefix_id.encode())

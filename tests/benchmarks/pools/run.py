@@ -1,0 +1,33 @@
+"""A trace that was served, by whom, and what the simulator makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.simulator.outcomes import Outcomes
+from services.simulator.routing import RoutingName
+from services.simulator.workload import Request
+from tests.benchmarks.pools.setup import Setup
+from tests.benchmarks.pools.trace import Served, outcomes_of
+
+Numbers = Mapping[str, Callable[[Outcomes], float]]
+"""What is compared, by name: seconds, or requests a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A trace, in order of arrival, served by a setup under a routing."""
+
+    name: str
+    setup: Setup
+    served: tuple[Served, ...]
+    routing: RoutingName = RoutingName.POLICY
+
+    @property
+    def requests(self) -> list[Request]:
+        return [each.request for each in self.served]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        return outcomes_of(self.served)

@@ -1,0 +1,216 @@
+"""The pool benchmark's arithmetic: traces, what is told of them, and how simulated numbers are put beside them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from outrider.v1 import worker_pb2
+from rich.console import Console
+
+from services.simulator.routing import RoutingName
+from services.simulator.workload import Request
+from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.machine import Machine
+from tests.benchmarks.pools import goodput, interference, routing
+from tests.benchmarks.pools.calibration import Calibration
+from tests.benchmarks.pools.prefixes import COLD, HERE, PEER, STORE, Sample, rows_of
+from tests.benchmarks.pools.report import PARTS, render, to_json
+from tests.benchmarks.pools.results import Results
+from tests.benchmarks.pools.results import rows_of as rows_of_runs
+from tests.benchmarks.pools.run import Run
+from tests.benchmarks.pools.setup import APART, COLOCATED, Setup
+from tests.benchmarks.pools.simulation import Model
+from tests.benchmarks.pools.trace import Served, draw_prompts, outcomes_of
+from tests.benchmarks.pools.transfer import COPY, NUM_BLOCKS, RAW, Rate, TransferCosts, transfer_costs
+from tests.benchmarks.prompts import random_prompts
+
+MACHINE = Machine(cpu="Abacus", cores=2, python="3.12.0", torch="2.13.0", transformers="5.23.0", load_average=0.1)
+# A step takes 20 ms, and 1 ms more for each token; a token of KV has 1,000 bytes.
+COSTS = ((1, 0.021), (512, 0.532), (2048, 2.068))
+INFO = worker_pb2.WorkerInfo(
+    block_size=16,
+    num_blocks=4000,
+    block_bytes=16_000,
+    step_costs=[worker_pb2.StepCost(num_tokens=tokens, seconds=2 * seconds) for tokens, seconds in COSTS],
+)
+MODEL = Model(INFO, Calibration(COSTS, 0.0, 0.0), TransferCosts(0.002, 1e9))
+
+
+def served(request: Request, first: float, *gaps: float, cached: int = 0) -> Served:
+    times = [first]
+    for gap in gaps:
+        times.append(times[-1] + gap)
+    return Served(request, tuple(times), cached)
+
+
+def streams_and_prompts(setup: Setup = APART) -> Run:
+    """Eight streams of a token every 0.1 s, but one of 2 s; a prompt at 1.05 s with its first token at 3 s."""
+    streams = [served(Request(0.0, 64, 31), 0.5, *[0.1] * 10, 2.0, *[0.1] * 19) for _ in range(8)]
+    return Run(setup.name, setup, (*streams, served(Request(1.05, 1500, 2), 3.0, 0.5)))
+
+
+def alone(name: str, *requests: Request, routing: RoutingName = RoutingName.POLICY) -> Run:
+    """Requests that come one after another's end, served in the very time that the model's steps take."""
+    runs = []
+    for request in requests:
+        seconds = 0.02 + 0.001 * request.num_prompt_tokens
+        runs.append(served(request, request.time + seconds, *[0.021] * (request.num_output_tokens - 1)))
+    return Run(name, COLOCATED, tuple(runs), routing)
+
+
+# Traces
+
+
+def test_prompts_of_one_prefix_begin_alike() -> None:
+    requests = [Request(0.0, 40, 1, "a", 32), Request(1.0, 48, 1, "b", 32), Request(2.0, 50, 1, "a", 32)]
+    requests.append(Request(3.0, 20, 1))
+    texts = draw_prompts(requests, random_prompts(1000, 0))
+    assert [len(text) for text in texts] == [40, 48, 50, 20]
+    assert texts[0][:32] == texts[2][:32] != texts[1][:32]
+    assert texts[0][32:] != texts[2][32:40]
+
+
+def test_outcomes_are_in_order_of_ends() -> None:
+    slow, fast = served(Request(1.0, 100, 3), 3.0, 0.5, 0.25, cached=64), served(Request(2.0, 50, 1), 2.5)
+    outcomes = outcomes_of([slow, fast])
+    assert list(outcomes.order) == [1, 0]
+    assert list(outcomes.ttft) == [0.5, 2.0]
+    assert outcomes.tpot[1] == pytest.approx(0.375)
+    assert outcomes.inter_token == {0.5: 1, 0.25: 1}
+    assert (outcomes.prompt_tokens, outcomes.cached_tokens, outcomes.seconds) == (150, 64, 2.75)
+
+
+def test_the_first_prompt_comes_when_all_streams_run() -> None:
+    requests = interference.trace(3)
+    assert [request.time for request in requests[:8]] == [0.0] * 8
+    times = [request.time for request in requests[8:]]
+    assert times[0] > 0
+    assert [after - before for before, after in pairwise(times)] == [interference.SECONDS_BETWEEN] * 2
+
+
+def test_a_trace_has_as_many_requests_at_every_rate_as_come() -> None:
+    assert len(goodput.trace(0.5, 40.0, 0)) == 20
+    assert len(goodput.trace(0.01, 40.0, 0)) == 2
+
+
+# What is told of them
+
+
+def test_gaps_count_from_the_first_prompt_on() -> None:
+    numbers = interference.numbers_of(streams_and_prompts())
+    # Of each stream five tokens came before the prompt.
+    assert numbers["gap p50"] == pytest.approx(0.1)
+    assert numbers["gap p99"] == pytest.approx(2.0)
+    assert numbers["TTFT mean"] == pytest.approx(1.95)
+    assert numbers["tokens/s"] == pytest.approx(8 * 25 / (0.5 + 1.0 + 2.0 + 1.9 - 1.05))
+
+
+def test_goodput_needs_both() -> None:
+    requests = [
+        served(Request(0.0, 10, 3), 1.0, 0.05, 0.05),
+        served(Request(0.0, 10, 3), 9.0, 0.05, 0.05),
+        served(Request(0.0, 10, 3), 1.0, 0.5, 0.5),
+    ]
+    numbers = goodput.numbers_of(Run("x", COLOCATED, tuple(requests)))
+    assert numbers["within SLOs"] == pytest.approx(1 / 3)
+    assert numbers["goodput"] == pytest.approx(1 / 9.1)
+
+
+@pytest.mark.parametrize(
+    ("colocated", "apart", "expected"),
+    [
+        ([1, 2, 3], [1, 1, 1], []),
+        ([1, 2, 3], [2, 2.5, 2], ["between 2 and 3 requests a second: from there on 2 both is better"]),
+        # Where they are equal nobody overtakes.
+        ([1, 2, 2], [2, 2, 1], ["between 1 and 3 requests a second: from there on 2 both is better"]),
+        ([2, 1, 1], [1, 1, 2], ["between 1 and 3 requests a second: from there on 1 prefill + 1 decode is better"]),
+    ],
+)
+def test_crossings_are_named(colocated: Sequence[float], apart: Sequence[float], expected: list[str]) -> None:
+    assert goodput.crossings([1, 2, 3], colocated, apart) == expected
+
+
+def test_how_much_sooner_a_prefix_makes_it() -> None:
+    samples = [Sample(COLD, seconds, 0, "", "", 0) for seconds in (5.0, 6.0, 7.0)]
+    samples += [Sample(HERE, 0.1, 1488, "", "", 0), Sample(PEER, 0.5, 1488, "nixl", "host:1", 36)]
+    samples += [Sample(STORE, 1.0, 1488, "redis", "", 36), Sample(STORE, 3.0, 1488, "redis", "", 35)]
+    cold, here, peer, store = rows_of(samples)
+    assert (cold.ttft_seconds, cold.speedup) == (6.0, 1.0)
+    assert (here.speedup, peer.speedup, store.speedup) == pytest.approx((60.0, 12.0, 3.0))
+    assert (peer.transfer_engine, store.transfer_bytes) == ("nixl", 35)
+
+
+def rate(method: str, num_blocks: int, num_bytes: int, seconds: float) -> Rate:
+    return Rate(method, num_blocks, num_bytes, (seconds, seconds, 10 * seconds))
+
+
+def rates() -> list[Rate]:
+    """nixl takes 2 ms and a byte a nanosecond, gRPC ten times that."""
+    made = []
+    for count in NUM_BLOCKS:
+        num_bytes = count * 1_000_000
+        made += [rate(COPY, count, num_bytes, num_bytes / 8e9), rate(RAW, count, num_bytes, num_bytes / 1e9)]
+        for name, factor in (("grpc", 10), ("nixl", 1)):
+            made.append(rate(f"{name} engine", count, num_bytes, factor * num_bytes / 1e9))
+            made.append(rate(f"{name} fetch", count, num_bytes, factor * (0.002 + num_bytes / 1e9)))
+    return made
+
+
+def test_transfer_costs_are_of_the_best_engine() -> None:
+    costs = transfer_costs(rates())
+    assert costs.fixed_seconds == pytest.approx(0.002)
+    assert costs.bytes_per_second == pytest.approx(1e9)
+    without = transfer_costs([each for each in rates() if each.method != RAW])
+    assert without.bytes_per_second == pytest.approx(1e8)
+    with pytest.raises(BenchmarkError, match="busy"):
+        transfer_costs([Rate("grpc fetch", count, 1000 * count, (1.0,)) for count in NUM_BLOCKS])
+
+
+# Beside the simulator
+
+
+def test_a_run_that_took_what_steps_take_is_simulated_as_it_was() -> None:
+    run = alone("d", *(Request(10.0 * i, 100 + 40 * i, 5) for i in range(8)))
+    compared = MODEL.compare(run, routing.COMPARED)
+    assert [each.what for each in compared] == ["TTFT mean", "TTFT p50", "TTFT p99"]
+    assert [each.ratio for each in compared] == pytest.approx([1.0] * 3)
+    # Warm-up said that steps take twice as long.
+    assert [each.from_warm_up / each.live for each in compared] == pytest.approx([2.0] * 3)
+
+
+def test_a_report_has_every_part() -> None:
+    results = Results(rates=rates(), models={1: MODEL, 2: MODEL})
+    results.add_runs("a", [streams_and_prompts(setup) for setup in interference.SETUPS])
+    requests = [Request(0.0, 600, 4, "prefix-1", 512), Request(5.0, 560, 4, "prefix-1", 512)]
+    results.add_runs("d", [alone(name.value, *requests, routing=name) for name in routing.ROUTINGS])
+    for _ in range(2):
+        runs = [
+            Run(goodput.name_of(setup, per_second), setup, alone("", Request(0.0, 300, 4)).served)
+            for setup in goodput.SETUPS
+            for per_second in goodput.RATES
+        ]
+        results.add_runs("e", runs)
+    results.samples = [Sample(COLD, 6.0, 0, "", "", 0), Sample(HERE, 0.1, 1488, "", "", 0)]
+    results.samples += [Sample(PEER, 2.0, 1488, "nixl", "", 36), Sample(STORE, 1.0, 1488, "redis", "", 36)]
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(results, MACHINE))
+    text = console.export_text()
+    for expected in ("1 both, whole prompts", "1950 ms", "nixl fetch", "at least 80%", "60.0 ×", "not at least 4 ×"):
+        assert expected in text
+    for expected in ("round-robin", "neither overtakes", "at warm-up", "Abacus"):
+        assert expected in text
+    values = json.loads(json.dumps(to_json(results, MACHINE, {"quick": True})))
+    assert set(values["rows"]) == set(PARTS)
+    assert len(values["runs"]["e"]) == 2
+
+
+def test_rows_are_medians_over_repeats() -> None:
+    def run(seconds: float) -> Run:
+        return Run("policy", COLOCATED, (served(Request(0.0, 100, 2), seconds, 0.1),), RoutingName.POLICY)
+
+    rows = rows_of_runs(PARTS["d"], [[run(1.0)], [run(5.0)], [run(2.0)]])
+    assert rows["policy"]["TTFT mean"] == pytest.approx(2.0)
