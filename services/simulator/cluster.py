@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -41,53 +42,41 @@ class Pools(NamedTuple):
         return [role for role, number in counts.items() for _ in range(number)]
 
 
-class Cluster:
-    """Workers of one kind under one routing. What a link carries leaves its worker one piece after another."""
+@dataclass(frozen=True, slots=True)
+class Agenda:
+    """What will happen, soonest first: a heap of when, number, what and with what.
+
+    `order`: numbers in the order things were put down; the same moment goes by them.
+    """
+
+    events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
+    order: count[int] = field(default_factory=count)
+
+
+class Service:
+    """Requests for one model: where they go, and what happens to them on its workers and on the links between.
+
+    What a link carries leaves its worker one piece after another.
+    """
 
     def __init__(
-        self,
-        pools: Pools,
-        machine: Machine,
-        rates: TransferRates,
-        routing: RoutingName = RoutingName.POLICY,
-        seed: int = 0,
+        self, workers: Sequence[Worker], routing: Routing, machine: Machine, rates: TransferRates, agenda: Agenda
     ) -> None:
-        """Raises ValueError for pools that cannot work."""
-        holders = Holders()
-        self.workers = [
-            Worker(f"{role}-{number}", role, machine, holders.change) for number, role in enumerate(pools.roles())
-        ]
-        self.routing = self._routing(routing, holders, rates, seed)
+        """`machine`: what the workers are like; of their room, the least."""
+        self.workers = workers
+        self.routing = routing
         self._machine = machine
         self._rates = rates
-        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self._order = count()
+        self._events = agenda.events
+        self._order = agenda.order
         self._outcomes = Outcomes()
 
-    def run(self, requests: Iterable[Request]) -> Outcomes:
-        """Serves the requests, which come by time, until the last has ended. To be called once. Raises TooLarge."""
-        events = self._events
-        arrivals = iter(requests)
-        following = next(arrivals, None)
-        while following is not None or events:
-            if following is not None and (not events or following.time <= events[0][0]):
-                self._arrive(following)
-                following = next(arrivals, None)
-            else:
-                now, _, act, arguments = heapq.heappop(events)
-                act(now, *arguments)
+    def close(self) -> Outcomes:
+        """All has ended: how it went. Raises AssertionError if something is left on a worker."""
         for worker in self.workers:
             worker.check_idle()
         self._outcomes.add_workers(self.workers)
         return self._outcomes
-
-    def _routing(self, name: RoutingName, holders: Holders, rates: TransferRates, seed: int) -> Routing:
-        if name == RoutingName.ROUND_ROBIN:
-            return RoundRobin(self.workers)
-        if name == RoutingName.AFFINITY:
-            return Affinity(self.workers)
-        workers = {worker.worker_id: worker for worker in self.workers}
-        return ByPolicy(workers, holders, rates, random.Random(f"{seed} placement"))
 
     # Events
 
@@ -180,3 +169,47 @@ class Cluster:
 
     def _at(self, when: float, act: Callable[..., None], *arguments: object) -> None:
         heapq.heappush(self._events, (when, next(self._order), act, arguments))
+
+
+class Cluster(Service):
+    """Workers of one kind under one routing."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        machine: Machine,
+        rates: TransferRates,
+        routing: RoutingName = RoutingName.POLICY,
+        seed: int = 0,
+    ) -> None:
+        """Raises ValueError for pools that cannot work."""
+        holders = Holders()
+        workers = [
+            Worker(f"{role}-{number}", role, machine, holders.change) for number, role in enumerate(pools.roles())
+        ]
+        super().__init__(workers, _routing(routing, workers, holders, rates, seed), machine, rates, Agenda())
+
+    def run(self, requests: Iterable[Request]) -> Outcomes:
+        """Serves the requests, which come by time, until the last has ended. To be called once. Raises TooLarge."""
+        events = self._events
+        arrivals = iter(requests)
+        following = next(arrivals, None)
+        while following is not None or events:
+            if following is not None and (not events or following.time <= events[0][0]):
+                self._arrive(following)
+                following = next(arrivals, None)
+            else:
+                now, _, act, arguments = heapq.heappop(events)
+                act(now, *arguments)
+        return self.close()
+
+
+def _routing(
+    name: RoutingName, workers: Sequence[Worker], holders: Holders, rates: TransferRates, seed: int
+) -> Routing:
+    if name == RoutingName.ROUND_ROBIN:
+        return RoundRobin(workers)
+    if name == RoutingName.AFFINITY:
+        return Affinity(workers)
+    by_id = {worker.worker_id: worker for worker in workers}
+    return ByPolicy(by_id, holders, rates, random.Random(f"{seed} placement"))

@@ -86,7 +86,7 @@ class Worker:
         self._ready: list[Stream] = []  # handed over, in no step yet
         self._fresh: list[Stream] = []  # handed over, in the first step here
         # The steps under way.
-        self._began = 0.0
+        self._began = self._ended = 0.0
         self._step_seconds = 0.0
         self._num_run = 0
         self._num_settled = 0
@@ -173,7 +173,7 @@ class Worker:
             self.num_incoming -= 1
             self._decoding.join(stream)
         self._fresh, self._ready = self._ready, []
-        made_room = self._make_room(now)
+        made_room = self._make_room()
         num_decoding = len(self._decoding)
         budget = self.machine.max_batch_tokens - num_decoding
         for stream in self._prefilling:
@@ -203,11 +203,15 @@ class Worker:
         self._num_run = self._num_settled = 0
         self.running = False
         self.busy_seconds += num_run * self._step_seconds
-        # What those that are fresh waited for their second token is not the step alone.
-        self.gaps[self._step_seconds] += num_run * len(self._decoding) - len(self._fresh)
+        # The first step's tokens come after what lay before it as well: steps of other models here, or, to those that
+        # are fresh, the hand-over.
+        self.gaps[self._step_seconds] += (num_run - 1) * len(self._decoding)
+        if num_going_on := len(self._decoding) - len(self._fresh):
+            self.gaps[self._began - self._ended + self._step_seconds] += num_going_on
         for stream in self._fresh:
             self.gaps[self._began + self._step_seconds - stream.last_token_at] += 1
         self._fresh.clear()
+        self._ended = now
         outcome = Outcome(ended=self._decoding.advance(num_run))
         for stream in outcome.ended:
             self._leave(stream)
@@ -297,15 +301,15 @@ class Worker:
             self.blocks.own(prefix_id)
         stream.hold.num_blocks -= self.blocks.extend(prefix_id, depth)
 
-    def _make_room(self, now: float) -> bool:
+    def _make_room(self) -> bool:
         """Takes blocks for the next step's tokens of all that decode; whether the youngest had to go for that."""
         preempts = self._decoding.num_needed(1) > self.blocks.num_allocatable
         while self._decoding.num_needed(1) > self.blocks.num_allocatable:
-            self._preempt(now)
+            self._preempt()
         self.blocks.allocate(self._decoding.num_needed(1))
         return preempts
 
-    def _preempt(self, now: float) -> None:
+    def _preempt(self) -> None:
         """Takes all blocks from the stream that came last; it waits again, for its turn by arrival."""
         self.num_preemptions += 1
         youngest = self._decoding.youngest()
@@ -320,7 +324,7 @@ class Worker:
         num_generated = self._decoding.remove(youngest)
         self._leave(youngest)
         if num_generated:
-            youngest.last_token_at = now
+            youngest.last_token_at = self._ended
         if youngest in self._fresh:
             self._fresh.remove(youngest)
         youngest.num_generated += num_generated
