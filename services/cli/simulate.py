@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.simulate_models import place_models
 from services.simulator.cluster import Cluster, Pools
 from services.simulator.costs import linear_costs, read_step_costs
 from services.simulator.machine import Machine
+from services.simulator.model import Fleet, Link, Model
+from services.simulator.model_file import Description, read_models
+from services.simulator.model_report import placement_table
 from services.simulator.outcomes import Outcomes
 from services.simulator.pool_sizes import least_of_both, least_separate
 from services.simulator.report import Objectives, PlotUnavailable, Summary, drawing, plot, summarise, table
@@ -23,8 +27,12 @@ from services.simulator.trace import read_trace
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from shared.policy.placement import TransferRates
 
+# Options that mean nothing to several models on shared workers.
+_FOR_ONE_MODEL = ("prefill", "decode", "attainment", "most_workers", "routing", "model", "kv_tokens", "plot_file")
+
 
 def simulate(
+    context: typer.Context,
     prefill: Annotated[int, typer.Option(metavar="N", min=0, help="Workers that only prefill.")] = 0,
     decode: Annotated[int, typer.Option(metavar="N", min=0, help="Workers that decode.")] = 0,
     both: Annotated[
@@ -45,6 +53,17 @@ def simulate(
             show_default="policy",
         ),
     ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Several models on the workers that --both counts, which take turns. TOML, a table for each: "
+            "weights_gib, and if not as given here, with the options' names, KV bytes, steps, load and SLOs.",
+        ),
+    ] = None,
+    worker_gib: Annotated[
+        float, typer.Option(metavar="GIB", min=1e-9, help="Memory of a worker for weights and KV, for --models.")
+    ] = 80.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same result.")] = 0,
     rate: Annotated[float, typer.Option(metavar="X", min=1e-9, help="Requests a second.")] = 4.0,
     requests: Annotated[int, typer.Option(metavar="N", min=1, help="How many requests.")] = 2000,
@@ -75,7 +94,7 @@ def simulate(
         typer.Option(
             metavar="FILE",
             help="Requests from a JSONL or CSV file, in place of generated ones: time, prompt_tokens, output_tokens, "
-            "and if there are any prefix_id, prefix_tokens, model.",
+            "and if there are any prefix_id, prefix_tokens, model; with --models the model of each line.",
         ),
     ] = None,
     model: Annotated[
@@ -113,9 +132,32 @@ def simulate(
 ) -> None:
     """Simulate a pool of workers under a load, with the router's own placement; shows latencies and goodput.
 
-    With --plan, find the fewest workers that serve the load within the SLOs.
+    With --plan, find the fewest workers that serve the load within the SLOs, or with --models which of them should
+    hold which models so that the share of requests within the SLOs is best for the model that has least.
     """
+    shared = SharedPrefixes(prefixes, prefix_tokens, prefix_share, zipf) if prefixes else None
     try:
+        if models is not None:
+            _reject_options_for_one_model(context)
+            link = Link(link_seconds, link_rate)
+            num_workers = both if both is not None else 1
+            fleet = Fleet(num_workers, worker_gib, max_batch_tokens, max_sequences, block_size, link)
+            _place_models(
+                read_models(
+                    models,
+                    _defaults(context),
+                    num_requests=requests,
+                    fleet=fleet,
+                    prefixes=shared,
+                    trace=trace,
+                    seed=seed,
+                ),
+                fleet,
+                seed,
+                search=plan,
+                json_file=json_file,
+            )
+            return
         if plot_file is not None:
             drawing()
         costs = (
@@ -123,7 +165,6 @@ def simulate(
             if step_costs is None
             else read_step_costs(step_costs)
         )
-        shared = SharedPrefixes(prefixes, prefix_tokens, prefix_share, zipf) if prefixes else None
         prompt, output = Lengths(prompt_tokens, prompt_variation), Lengths(output_tokens, output_variation)
         workload = Workload(rate, requests, prompt, output, burstiness, shared)
         bench = _Bench(
@@ -145,8 +186,7 @@ def simulate(
         typer.echo(f"outrider: {most_workers} workers are not enough", err=True)
         raise typer.Exit(1)
     Console(highlight=False).print(_table(runs) if plan else table({run.name: run.summary for run in runs}))
-    if json_file is not None:
-        json_file.write_text(json.dumps([run.as_json() for run in runs], indent=2) + "\n", encoding="utf-8")
+    _write_json(json_file, [run.as_json() for run in runs])
     if plot_file is not None:
         plot(plot_file, {run.name: run.outcomes for run in runs}, bench.objectives)
 
@@ -189,6 +229,35 @@ def _plan(bench: _Bench, routing: RoutingName, attainment: float, most_workers: 
     separate = least_separate(meets, both.num_workers if both is not None else most_workers)
     found = sorted((pools for pools in (separate, both) if pools is not None), key=lambda pools: pools.num_workers)
     return [bench.run(pools, routing, _name(pools)) for pools in found]
+
+
+def _place_models(models: Sequence[Model], fleet: Fleet, seed: int, *, search: bool, json_file: Path | None) -> None:
+    runs = place_models(models, fleet, seed, search=search)
+    Console(highlight=False).print(placement_table(runs))
+    _write_json(json_file, [{"name": name, **run.as_json()} for name, run in runs.items()])
+
+
+def _reject_options_for_one_model(context: typer.Context) -> None:
+    """Raises ValueError if one was given."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name) if parameter.name in _FOR_ONE_MODEL else None
+        if source is not None and source.name != "DEFAULT":
+            raise ValueError(f"{parameter.opts[0]} is for one model, not for --models")
+
+
+def _defaults(context: typer.Context) -> dict[str, object]:
+    """What a model has that its table leaves out: the options of the same names."""
+    values = {name: context.params.get(name) for name in Description.model_fields}
+    step_costs = values["step_costs"]
+    return {
+        **{name: value for name, value in values.items() if value is not None},
+        "step_costs": None if step_costs is None else str(step_costs),
+    }
+
+
+def _write_json(path: Path | None, runs: Sequence[Mapping[str, object]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
 
 
 def _name(pools: Pools) -> str:

@@ -58,11 +58,12 @@ class ByPolicy(Routing):
         self, workers: Mapping[str, Worker], holders: Holders, rates: TransferRates, rng: random.Random
     ) -> None:
         self.num_views = 0
+        # Of requests, expected.
+        self.num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._workers = workers
         self._holders = holders
         self._rates = rates
         self._rng = rng
-        self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         roles: dict[str, list[str]] = {}
         for worker in workers.values():
             roles.setdefault(worker.role, []).append(worker.worker_id)
@@ -73,9 +74,9 @@ class ByPolicy(Routing):
         holders: Iterator[Sequence[str]] = iter(())
         if request.prefix_id is not None:
             holders = self._holders.deepest(request.prefix_id, _NUM_LEVELS)
-        views = [_view(workers[each], request, now) for each in candidates(holders, self._pools, self._rng)]
+        views = [self.view(workers[each], request, now) for each in candidates(holders, self._pools, self._rng)]
         self.num_views += len(views)
-        wanted = placement.Request(request.num_prompt_tokens, self._num_output_tokens)
+        wanted = placement.Request(request.num_prompt_tokens, self.num_output_tokens)
         plan = choose(wanted, views, self._rates, self._rng)
         return Route(
             workers[plan.decode],
@@ -84,8 +85,25 @@ class ByPolicy(Routing):
             plan.fetch_tokens,
         )
 
+    def view(self, worker: Worker, request: Request, now: float) -> WorkerView:
+        """What the router would know of the worker."""
+        block_size = worker.machine.block_size
+        num_prefix_blocks = min(worker.blocks.depth(request.prefix_id), request.prefix_tokens // block_size)
+        return WorkerView(
+            worker.worker_id,
+            worker.role,
+            worker.machine.costs,
+            worker.machine.max_batch_tokens,
+            worker.machine.kv_tokens,
+            worker.num_decoding,
+            worker.num_waiting,
+            worker.backlog_tokens,
+            worker.kv_usage(now),
+            num_prefix_blocks * block_size,
+        )
+
     def ended(self, request: Request) -> None:
-        self._num_output_tokens += _OUTPUT_WEIGHT * (request.num_output_tokens - self._num_output_tokens)
+        self.num_output_tokens += _OUTPUT_WEIGHT * (request.num_output_tokens - self.num_output_tokens)
 
 
 class RoundRobin(Routing):
@@ -114,20 +132,3 @@ class Affinity(RoundRobin):
             return route
         home = self._homes[zlib.crc32(request.prefix_id.encode()) % len(self._homes)]
         return route._replace(prefill=home) if self._separate else Route(home)
-
-
-def _view(worker: Worker, request: Request, now: float) -> WorkerView:
-    block_size = worker.machine.block_size
-    num_prefix_blocks = min(worker.blocks.depth(request.prefix_id), request.prefix_tokens // block_size)
-    return WorkerView(
-        worker.worker_id,
-        worker.role,
-        worker.machine.costs,
-        worker.machine.max_batch_tokens,
-        worker.machine.kv_tokens,
-        worker.num_decoding,
-        worker.num_waiting,
-        worker.backlog_tokens,
-        worker.kv_usage(now),
-        num_prefix_blocks * block_size,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -26,21 +26,44 @@ def read_trace(path: Path, model: str | None = None) -> list[Request]:
     prompt's tokens, the first so many); `model`, of which one must be chosen if there are several. Other fields are
     not looked at. Raises TraceError.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = _csv_lines if path.suffix.lower() == ".csv" else _json_lines
-            rows = [_Row(path, number, values) for number, values in lines(path, file)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {error}") from error
+    rows = _rows(path)
     names = sorted({row.text("model") or "" for row in rows})
     if model is None and len(names) > 1:
         raise TraceError(f"{path}: field model names several: {', '.join(map(repr, names))}; choose one")
     requests = [row.request() for row in rows if model is None or row.text("model") == model]
     if not requests:
         raise TraceError(f"{path}: no requests" + (f" of model {model!r}" if model is not None else ""))
-    requests.sort(key=lambda request: request.time)
-    start = requests[0].time
-    return [request._replace(time=request.time - start) for request in requests]
+    return _from(min(request.time for request in requests), requests)
+
+
+def read_traces(path: Path, models: Sequence[str]) -> dict[str, list[Request]]:
+    """The requests for each of the models, by time; the first of all arrives at 0 s.
+
+    The file is as for `read_trace`; every line names one of the models. Raises TraceError, also if one has no requests.
+    """
+    found: dict[str, list[Request]] = {model: [] for model in models}
+    for row in _rows(path):
+        found[row.one_of("model", models)].append(row.request())
+    for model, requests in found.items():
+        if not requests:
+            raise TraceError(f"{path}: no requests of model {model!r}")
+    start = min(request.time for requests in found.values() for request in requests)
+    return {model: _from(start, requests) for model, requests in found.items()}
+
+
+def _from(start: float, requests: Iterable[Request]) -> list[Request]:
+    """By time, counted from there."""
+    ordered = sorted(requests, key=lambda request: request.time)
+    return [request._replace(time=request.time - start) for request in ordered]
+
+
+def _rows(path: Path) -> list[_Row]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = _csv_lines if path.suffix.lower() == ".csv" else _json_lines
+            return [_Row(path, number, values) for number, values in lines(path, file)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from error
 
 
 def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, object]]]:
@@ -88,6 +111,15 @@ class _Row:
     def text(self, name: str) -> str | None:
         value = self._values.get(name)
         return None if value is None else str(value)
+
+    def one_of(self, name: str, known: Sequence[str]) -> str:
+        """The field's text, which must be one of these."""
+        text = self.text(name)
+        if text is None:
+            raise TraceError(f"{self._where}: field {name} is missing")
+        if text not in known:
+            raise self._error(name, f"one of {', '.join(map(repr, known))}")
+        return text
 
     def _time(self) -> float:
         seconds = self._number("time")

@@ -64,6 +64,8 @@ class Worker:
             machine.num_blocks, lambda prefix_id, before, after: changed(prefix_id, worker_id, before, after)
         )
         self.running = False
+        # Another model on the same machine has its turn after each step: runs are of one step.
+        self.in_turns = False
         # Events of runs that were cut short are recognised by it.
         self.version = 0
         self.link_free_at = 0.0
@@ -193,7 +195,7 @@ class Worker:
         self._step_seconds = self._seconds[self._step_tokens] + self.machine.attention_seconds * attended
         self._num_settled = 1
         # Room made by a preemption may let something in before the next step.
-        self._num_run = 1 if self._chunks or made_room else self._run_length()
+        self._num_run = 1 if self._chunks or made_room or self.in_turns else self._run_length()
         return now + self._num_run * self._step_seconds
 
     def finish(self, now: float) -> Outcome:

@@ -65,7 +65,7 @@ class Workload:
     burstiness: float = 1.0
     prefixes: SharedPrefixes | None = None
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int | str) -> Iterator[Request]:
         """By time; the same seed gives the same ones. What is drawn for one thing does not shift the others."""
         gaps, texts, popularity = (random.Random(f"{seed} {what}") for what in ("gaps", "texts", "popularity"))
         gap = self._gaps(gaps)
