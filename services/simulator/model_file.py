@@ -28,11 +28,11 @@ class Description(BaseModel):
     weights_gib: float = Field(ge=0)
     kv_bytes_per_token: float = Field(ge=1)
     # A step takes step_seconds, and its tokens more at tokens_per_second, unless step_costs, a file, has measured ones.
-    step_seconds: float = Field(ge=1e-9)
-    tokens_per_second: float = Field(ge=1e-9)
+    step_seconds: float = Field(gt=0)
+    tokens_per_second: float = Field(gt=0)
     step_costs: str | None = None
     # Requests a second, and how they vary, unless a trace has them.
-    rate: float = Field(ge=1e-9)
+    rate: float = Field(gt=0)
     burstiness: float = Field(ge=0)
     prompt_tokens: float = Field(ge=1)
     prompt_variation: float = Field(ge=0)
