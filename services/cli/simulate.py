@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.simulate_models import place_models
+from services.cli.simulate_models import defaults_for_models, place_models, reject_options_for_one_model
 from services.simulator.cluster import Cluster, Pools
 from services.simulator.costs import linear_costs, read_step_costs
 from services.simulator.machine import Machine
-from services.simulator.model import Fleet, Link, Model
-from services.simulator.model_file import Description, read_models
+from services.simulator.model import Fleet, Link
+from services.simulator.model_file import read_models
 from services.simulator.model_report import placement_table
 from services.simulator.outcomes import Outcomes
 from services.simulator.pool_sizes import least_of_both, least_separate
@@ -26,9 +26,6 @@ from services.simulator.routing import RoutingName
 from services.simulator.trace import read_trace
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from shared.policy.placement import TransferRates
-
-# Options that mean nothing to several models on shared workers.
-_FOR_ONE_MODEL = ("prefill", "decode", "attainment", "most_workers", "routing", "model", "kv_tokens", "plot_file")
 
 
 def simulate(
@@ -66,7 +63,9 @@ def simulate(
     ] = 80.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same result.")] = 0,
     rate: Annotated[float, typer.Option(metavar="X", min=1e-9, help="Requests a second.")] = 4.0,
-    requests: Annotated[int, typer.Option(metavar="N", min=1, help="How many requests.")] = 2000,
+    requests: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many requests, of all models together.")
+    ] = 2000,
     burstiness: Annotated[
         float,
         typer.Option(
@@ -138,25 +137,22 @@ def simulate(
     shared = SharedPrefixes(prefixes, prefix_tokens, prefix_share, zipf) if prefixes else None
     try:
         if models is not None:
-            _reject_options_for_one_model(context)
+            reject_options_for_one_model(context)
             link = Link(link_seconds, link_rate)
             num_workers = both if both is not None else 1
             fleet = Fleet(num_workers, worker_gib, max_batch_tokens, max_sequences, block_size, link)
-            _place_models(
-                read_models(
-                    models,
-                    _defaults(context),
-                    num_requests=requests,
-                    fleet=fleet,
-                    prefixes=shared,
-                    trace=trace,
-                    seed=seed,
-                ),
-                fleet,
-                seed,
-                search=plan,
-                json_file=json_file,
+            described = read_models(
+                models,
+                defaults_for_models(context),
+                num_requests=requests,
+                fleet=fleet,
+                prefixes=shared,
+                trace=trace,
+                seed=seed,
             )
+            placed = place_models(described, fleet, seed, search=plan)
+            Console(highlight=False).print(placement_table(placed))
+            _write_json(json_file, [{"name": name, **run.as_json()} for name, run in placed.items()])
             return
         if plot_file is not None:
             drawing()
@@ -229,30 +225,6 @@ def _plan(bench: _Bench, routing: RoutingName, attainment: float, most_workers: 
     separate = least_separate(meets, both.num_workers if both is not None else most_workers)
     found = sorted((pools for pools in (separate, both) if pools is not None), key=lambda pools: pools.num_workers)
     return [bench.run(pools, routing, _name(pools)) for pools in found]
-
-
-def _place_models(models: Sequence[Model], fleet: Fleet, seed: int, *, search: bool, json_file: Path | None) -> None:
-    runs = place_models(models, fleet, seed, search=search)
-    Console(highlight=False).print(placement_table(runs))
-    _write_json(json_file, [{"name": name, **run.as_json()} for name, run in runs.items()])
-
-
-def _reject_options_for_one_model(context: typer.Context) -> None:
-    """Raises ValueError if one was given."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name) if parameter.name in _FOR_ONE_MODEL else None
-        if source is not None and source.name != "DEFAULT":
-            raise ValueError(f"{parameter.opts[0]} is for one model, not for --models")
-
-
-def _defaults(context: typer.Context) -> dict[str, object]:
-    """What a model has that its table leaves out: the options of the same names."""
-    values = {name: context.params.get(name) for name in Description.model_fields}
-    step_costs = values["step_costs"]
-    return {
-        **{name: value for name, value in values.items() if value is not None},
-        "step_costs": None if step_costs is None else str(step_costs),
-    }
 
 
 def _write_json(path: Path | None, runs: Sequence[Mapping[str, object]]) -> None:

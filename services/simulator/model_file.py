@@ -92,7 +92,7 @@ def read_models(
         if not fleet.holds([model]):
             raise ModelsError(
                 f"{path}, model {name!r}: field weights_gib is {each.weights_gib:g}: a worker of {fleet.worker_gib:g} "
-                f"GiB must have room for {fleet.gib(model):.3g}, with the KV of the longest request, "
+                f"GiB must have room for {fleet.gib(model):.4g}, with the KV of the longest request, "
                 f"{model.longest} tokens"
             )
         models.append(model)

@@ -46,8 +46,8 @@ def everywhere(models: Sequence[Model], fleet: Fleet) -> Placement:
 def greedy(models: Sequence[Model], fleet: Fleet, attainments: Attainments) -> Placement:
     """The best placement met on the way from empty workers to full ones.
 
-    Always the model goes onto the worker where that attains most by simulation, though it may be less than before
-    (AlpaServe's Algorithm 1 with a beam of 1). Workers with the same models on them are alike: one of them is tried.
+    In each round the one model goes onto the one worker with which the simulation attains most, though that may be
+    less than before (AlpaServe's Algorithm 1 with a beam of 1). Workers with the same models are alike: one is tried.
     """
     placement: Placement = ((),) * fleet.num_workers
     best: tuple[list[float], Placement] = [0.0] * len(models), placement
@@ -62,7 +62,8 @@ def greedy(models: Sequence[Model], fleet: Fleet, attainments: Attainments) -> P
 def merit(attained: Sequence[float]) -> list[float]:
     """What a placement is judged by: the model that attains least counts first, then the next (leximin).
 
-    The mean would give up a model with a small load, or one that is costly to serve, for the sake of the others.
+    AlpaServe takes the share of all requests together. That gives up a model with a small load, or one that is costly
+    to serve, for the sake of the others.
     """
     return sorted(attained)
 
