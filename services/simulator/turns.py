@@ -76,7 +76,7 @@ class SharingService(Service):
 
     def expect(self, requests: Iterable[Request]) -> None:
         """They will arrive, by time."""
-        self._arrivals = iter(requests)
+        self._to_come = iter(requests)
         self._put_down_next()
 
     def pause_part(self, now: float, part: Worker) -> None:
@@ -88,7 +88,7 @@ class SharingService(Service):
         super()._go_on(now, part)
 
     def _put_down_next(self) -> None:
-        request = next(self._arrivals, None)
+        request = next(self._to_come, None)
         if request is not None:
             self._at(request.time, self._arrive_in_turn, request)
 
