@@ -69,6 +69,7 @@ class Service:
         self._rates = rates
         self._events = agenda.events
         self._order = agenda.order
+        self._arrivals = count()
         self._outcomes = Outcomes()
 
     def close(self) -> Outcomes:
@@ -88,7 +89,7 @@ class Service:
                 f"{request.num_output_tokens} of output: a worker has room for {machine.kv_tokens} together"
             )
         self._outcomes.arrived(now)
-        stream = Stream(request, next(self._order), machine.block_size)
+        stream = Stream(request, next(self._arrivals), machine.block_size)
         route = self.routing.place(request, now)
         worker = route.decode if route.prefill is None else route.prefill
         held = min(worker.blocks.depth(request.prefix_id), stream.prefix_blocks) * machine.block_size
@@ -157,9 +158,13 @@ class Service:
             num_tokens = pull.stream.num_context - pull.num_cached
             done = self._send(now, pull.source, worker, num_tokens)
             self._at(done, self._handed_over, pull.source, worker, pull.stream, pull.hold)
-        end = worker.begin(now)
+        end = worker.begin(now, self._is_shared())
         if end is not None:
             self._at(end, self._finish, worker, worker.version)
+
+    def _is_shared(self) -> bool:
+        """Whether a step that begins now shares a machine with one of another worker."""
+        return self._machine.shared_costs is not None and any(worker.running for worker in self.workers)
 
     def _send(self, now: float, source: Worker, destination: Worker, num_tokens: int) -> float:
         """When the KV of so many tokens will be there."""

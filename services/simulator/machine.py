@@ -11,6 +11,8 @@ from shared.policy.step_costs import StepCosts
 class Machine:
     """What all workers have in common: `costs`, most tokens and sequences in a step, blocks of KV and their size.
 
+    `shared_costs`: those of a step that begins while another worker is in one, if all workers are on one machine and so
+    share its memory and cores; None: they do not.
     `attention_seconds`: what a step takes more for each token that one of its tokens attends to; `costs` are without.
     `latency_seconds`: from the client to the worker and back, with the router's work on a request in between.
     `longest_run`: steps simulated at once, at most; any number gives the same result, but that in a run contexts do not
@@ -22,6 +24,7 @@ class Machine:
     max_sequences: int = 256
     num_blocks: int = 16_384
     block_size: int = 16
+    shared_costs: StepCosts | None = None
     attention_seconds: float = 0.0
     latency_seconds: float = 0.0
     longest_run: int = 1 << 40

@@ -79,7 +79,9 @@ class Worker:
         self.gaps: Counter[float] = Counter()
         self.prompt_tokens = self.cached_tokens = 0
 
-        self._seconds = [machine.costs.seconds(size) for size in range(machine.max_batch_tokens + 1)]
+        sizes = range(machine.max_batch_tokens + 1)
+        self._seconds = [machine.costs.seconds(size) for size in sizes]
+        self._shared_seconds = [(machine.shared_costs or machine.costs).seconds(size) for size in sizes]
         self._decoding = Decoding(machine.block_size)
         self._prefilling: deque[Stream] = deque()
         self._waiting: list[Stream] = []  # heap by arrival
@@ -169,8 +171,11 @@ class Worker:
             pulled.append(Pull(stream, source, *taken))
         return pulled
 
-    def begin(self, now: float) -> float | None:
-        """Begins a step, or a run of them; when it ends, or None if there is nothing to do."""
+    def begin(self, now: float, shared: bool) -> float | None:
+        """Begins a step, or a run of them; when it ends, or None if there is nothing to do.
+
+        `shared`: another worker of the machine is in a step.
+        """
         for stream in self._ready:
             self.num_incoming -= 1
             self._decoding.join(stream)
@@ -192,7 +197,8 @@ class Worker:
         self.version += 1
         self._began = now
         attended = self._decoding.context_tokens + sum(chunk.num_attended for chunk in self._chunks)
-        self._step_seconds = self._seconds[self._step_tokens] + self.machine.attention_seconds * attended
+        seconds = (self._shared_seconds if shared else self._seconds)[self._step_tokens]
+        self._step_seconds = seconds + self.machine.attention_seconds * attended
         self._num_settled = 1
         # Room made by a preemption may let something in before the next step.
         self._num_run = 1 if self._chunks or made_room or self.in_turns else self._run_length()

@@ -1,9 +1,9 @@
 """What steps of a worker really take, measured through the service.
 
-What workers measure at warm-up is not that. They compute up to 128 tokens without any context, alone on the machine,
-and nothing but the forward. A step in service attends to its context, samples and answers a router, and takes prompts
-in larger chunks; another worker streams its weights from the same memory; router and client need processor time, too.
-So it is measured as it is served.
+What workers measure at warm-up is not that. They compute up to 128 tokens, each without a context and with logits of
+its own, and nothing but the forward; those that start together disturb each other. A step in service attends to its
+context, samples and answers a router, and takes prompts in larger chunks; another worker streams its weights from the
+same memory; router and client need processor time, too. So it is measured as it is served, alone and beside others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeAlias
 
 from outrider.v1 import inference_pb2_grpc
 
@@ -32,6 +33,10 @@ _BUSY_STREAMS = 4
 _ENDLESS = 4096
 
 
+Costs: TypeAlias = tuple[tuple[int, float], ...]
+"""Seconds of a step by the tokens in it, fewest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What a worker's steps take, in seconds: `costs` by the tokens in them, without any context, and
@@ -40,17 +45,21 @@ class Calibration:
     `latency_seconds`: of a request's first token, beside the step it is computed in.
     """
 
-    costs: tuple[tuple[int, float], ...]
+    costs: Costs
     attention_seconds: float
     latency_seconds: float
 
 
 async def calibrate(
-    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, max_batch_tokens: int, turns: int
+    stub: inference_pb2_grpc.InferenceAsyncStub,
+    prompts: Prompts,
+    max_batch_tokens: int,
+    turns: int,
+    attention_seconds: float | None = None,
 ) -> Calibration:
     """Measures the one worker behind `stub`, which is to have nothing else to do; medians of so many turns.
 
-    Raises BenchmarkError if a stream fails.
+    With `attention_seconds` that is not measured. Raises BenchmarkError if a stream fails.
     """
     chunks = [size for size in _CHUNKS if size <= max_batch_tokens]
     singles, decodes, prefills, tails = [], [], [], []
@@ -58,12 +67,15 @@ async def calibrate(
         singles.append(await _first_token(stub, prompts(1)))
         decodes.append([await _step_of(stub, prompts, count) for count in _STREAMS])
         prefills.append([await _first_token(stub, prompts(size)) for size in chunks])
-        prefix = prompts(_PREFIX)
-        await _first_token(stub, prefix)
-        tails.append(await _first_token(stub, prefix + prompts(_TAIL)))
+        if attention_seconds is None:
+            prefix = prompts(_PREFIX)
+            await _first_token(stub, prefix)
+            tails.append(await _first_token(stub, prefix + prompts(_TAIL)))
     step = dict(zip(_STREAMS, map(median, zip(*decodes, strict=True)), strict=True))
     prefill = dict(zip(chunks, map(median, zip(*prefills, strict=True)), strict=True))
-    attention = max(0.0, (median(tails) - prefill[_TAIL]) / (_TAIL * _PREFIX))
+    attention = attention_seconds
+    if attention is None:
+        attention = max(0.0, (median(tails) - prefill[_TAIL]) / (_TAIL * _PREFIX))
     context = _STREAM_PROMPT + _STREAM_TOKENS / 2
     latency = max(0.0, median(singles) - step[1])
     costs = [(count, seconds - attention * count * context) for count, seconds in step.items()]

@@ -73,7 +73,12 @@ def to_json(results: Results, machine: Machine, options: Mapping[str, Any]) -> d
         "rows": {letter: rows_of(PARTS[letter], runs) for letter, runs in results.runs.items()},
         "comparisons": {letter: [asdict(each) for each in compared] for letter, compared in _comparisons(results)},
         "calibrations": {
-            threads: {"at_warm_up": model.at_warm_up, **asdict(model.calibration), **asdict(model.transfer)}
+            threads: {
+                "at_warm_up": model.at_warm_up,
+                **asdict(model.calibration),
+                "shared_costs": model.shared_costs,
+                **asdict(model.transfer),
+            }
             for threads, model in results.models.items()
         },
         "transfers": [asdict(rate) for rate in results.rates],
@@ -175,10 +180,12 @@ def _crossing(rows: Rows) -> str:
 
 def _step_costs(models: Mapping[int, Model]) -> Table:
     """What the workers measured at warm-up, and what steps took when they were served."""
-    table = _table("steps, in milliseconds", "threads", "tokens", "at warm-up", "as served")
+    table = _table("steps, in milliseconds", "threads", "tokens", "at warm-up", "as served", "beside another")
     for threads, model in models.items():
+        shared = dict(model.shared_costs or ())
         for (tokens, seconds), before in zip(model.calibration.costs, model.warm_up_seconds(), strict=True):
-            table.add_row(str(threads), str(tokens), f"{1000 * before:.1f}", f"{1000 * seconds:.1f}")
+            beside = f"{1000 * shared[tokens]:.1f}" if tokens in shared else "-"
+            table.add_row(str(threads), str(tokens), f"{1000 * before:.1f}", f"{1000 * seconds:.1f}", beside)
     return table
 
 
