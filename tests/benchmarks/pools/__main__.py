@@ -43,8 +43,8 @@ class Scale:
     transfers: int = 9
     prompts: int = 10
     samples: int = 3
-    requests: int = 80
-    seconds: float = 50.0
+    requests: int = 120
+    seconds: float = 40.0
 
 
 _FULL = Scale()

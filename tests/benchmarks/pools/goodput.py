@@ -16,10 +16,13 @@ from tests.benchmarks.pools.trace import draw_prompts, play
 from tests.support.service import inference, wait_until_idle
 
 SETUPS: Final = (COLOCATED, APART)
-RATES: Final = (0.2, 0.35, 0.5, 0.7)
+RATES: Final = (0.4, 0.8, 1.2, 1.6)
 """Requests a second."""
 
-OBJECTIVES: Final = Objectives(ttft=4.0, tpot=0.1)
+OBJECTIVES: Final = Objectives(ttft=3.0, tpot=0.08)
+# Goodput is the same that differs by no more: less than what one request of a trace is.
+_AS_GOOD = 0.02
+
 PROMPT_TOKENS: Final = Lengths(400, 0.5)
 OUTPUT_TOKENS: Final = Lengths(48, 0.3)
 
@@ -52,18 +55,22 @@ def trace(rate: float, seconds: float, seed: int) -> list[Request]:
     return list(workload.requests(seed))
 
 
-def crossings(rates: Sequence[float], colocated: Sequence[float], apart: Sequence[float]) -> list[str]:
-    """Between which rates the better of the two changes, by their goodput at each."""
-    leads = [(rate, one - other) for rate, one, other in zip(rates, colocated, apart, strict=True) if one != other]
-    return [
-        f"between {before:g} and {after:g} requests a second: from there on {_better(lead)} is better"
-        for (before, lead_before), (after, lead) in pairwise(leads)
-        if (lead_before > 0) != (lead > 0)
+def verdict(rates: Sequence[float], colocated: Sequence[float], apart: Sequence[float]) -> str:
+    """Which is better at which rates, by their goodput at each, and between which that changes."""
+    leaders = [_leader(one, other) for one, other in zip(colocated, apart, strict=True)]
+    told = "; ".join(f"{rate:g}/s: {leader or 'as good'}" for rate, leader in zip(rates, leaders, strict=True))
+    decided = [(rate, leader) for rate, leader in zip(rates, leaders, strict=True) if leader]
+    crossings = [
+        f"between {before:g} and {after:g}/s" for (before, one), (after, other) in pairwise(decided) if one != other
     ]
+    return f"better at {told}. They cross {' and '.join(crossings) or 'nowhere here'}."
 
 
-def _better(lead: float) -> str:
-    return COLOCATED.name if lead > 0 else APART.name
+def _leader(colocated: float, apart: float) -> str:
+    """The setup with more goodput; empty if they are as good as the same."""
+    if abs(colocated - apart) <= _AS_GOOD * max(colocated, apart):
+        return ""
+    return COLOCATED.name if colocated > apart else APART.name
 
 
 def name_of(setup: Setup, rate: float) -> str:

@@ -18,7 +18,7 @@ from tests.support.service import inference
 
 NUM_STREAMS: Final = 8
 PROMPT_TOKENS: Final = 1500
-SECONDS_BETWEEN: Final = 8.0
+SECONDS_BETWEEN: Final = 5.0
 """From one prompt to the next, whatever became of the one before."""
 
 UNCHUNKED = Setup("1 both, whole prompts", Pools(num_both=1), num_threads=2, max_batch_tokens=2048)

@@ -174,8 +174,7 @@ def _prefixes(samples: Sequence[prefixes.Sample]) -> Table:
 
 def _crossing(rows: Rows) -> str:
     one, other = ([rows[goodput.name_of(setup, rate)]["goodput"] for rate in goodput.RATES] for setup in goodput.SETUPS)
-    found = goodput.crossings(goodput.RATES, one, other)
-    return "e: " + ("; ".join(found) if found else "neither overtakes the other at these rates")
+    return f"e: {goodput.verdict(goodput.RATES, one, other)}"
 
 
 def _step_costs(models: Mapping[int, Model]) -> Table:

@@ -24,7 +24,7 @@ from tests.support.service import inference
 
 ROUTINGS: Final = (RoutingName.ROUND_ROBIN, RoutingName.AFFINITY, RoutingName.POLICY)
 PREFIXES: Final = SharedPrefixes(count=8, num_tokens=512)
-RATE: Final = 1.0
+RATE: Final = 2.5
 """Requests a second."""
 
 _OWN_TOKENS = Lengths(48, 0.3)
