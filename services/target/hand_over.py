@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from outrider.v1 import target_pb2
 
 from services.target.stored_prefixes import StoredPrefixes
 from shared.engine.kv_import import KVImport
-from shared.engine.loop import EngineLoop
+from shared.engine.loop import EngineEnded, EngineLoop
 from shared.engine.sequence import Sequence
 from shared.policy.placement import STORE
 from shared.prefix.block_hash import root_hash
@@ -21,6 +22,7 @@ from shared.transfer.engine import TransferFailed
 from shared.transfer.fetch import Fetched, Fetcher, end_import
 from shared.transfer.finish import finish
 from shared.transfer.offers import Offers
+from shared.transfer.turns import Turns
 from shared.worker.stream import RouterStream
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class HandOver:
         self._offers = offers
         self._fetcher = fetcher
         self._stored = stored
+        self._turns = Turns()
         self._telemetry = telemetry
         self._asyncio_loop = asyncio.get_running_loop()
         self._pulls: dict[tuple[Stream, int], _Incoming] = {}
@@ -171,12 +174,29 @@ class HandOver:
 
     async def _bring(self, kv_import: KVImport, request: target_pb2.Pull) -> Fetched:
         """Raises TransferFailed. The import is ended in any case."""
-        if not request.from_store:
-            return await self._fetcher.fetch(kv_import, request.address, request.ticket or None)
-        if self._stored is not None:
-            return await self._stored.fetch(kv_import)
-        await finish(end_import(self._engine_loop, kv_import))
-        raise TransferFailed("this worker has no prefix store")
+        if request.ticket:
+            return await self._fetcher.fetch(kv_import, request.address, request.ticket)
+        async with AsyncExitStack() as turn:
+            try:
+                if request.from_store and self._stored is None:
+                    raise TransferFailed("this worker has no prefix store")
+                # Of those that lack the same prefix one fetches it, and the others find it here.
+                await turn.enter_async_context(self._turns.of(_first_missing(kv_import)))
+                imports = self._engine_loop.engine.scheduler.imports
+                await self._engine_loop.ask(lambda: imports.look_again(kv_import))
+            except EngineEnded as error:
+                raise TransferFailed("this worker is ending") from error
+            except BaseException:
+                await finish(end_import(self._engine_loop, kv_import))
+                raise
+            if request.from_store and self._stored is not None:
+                return await self._stored.fetch(kv_import)
+            return await self._fetcher.fetch(kv_import, request.address, None)
+
+
+def _first_missing(kv_import: KVImport) -> bytes:
+    """Its hash; empty if all is here."""
+    return b"".join(kv_import.block_hashes[kv_import.num_held : kv_import.num_held + 1])
 
 
 def _source(request: target_pb2.Pull) -> str:

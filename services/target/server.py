@@ -85,6 +85,8 @@ class TargetServicer(
         await super().drain()
         if self._hand_over is not None:
             await self._hand_over.drain()
+        if self._stored is not None:
+            await self._stored.drain()
 
     def _info(self) -> worker_pb2.WorkerInfo:
         info = super()._info()

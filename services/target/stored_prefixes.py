@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,12 +23,20 @@ logger = logging.getLogger(__name__)
 ENGINE = "redis"
 
 # Of the pool's blocks, the share that may be held at once to be copied: they are no sequence's meanwhile.
-_HELD_SHARE = 0.125
-# Bytes in one piece of a fetch: in memory at once, beside the pool.
+_HELD_SHARE = 0.0625
+# Blocks that wait to be copied, at most; they are given up if the pool needs their room first.
+_MOST_WAITING = 65_536
+# How long a copy waits for Redis to take those before it.
+_ROOM_SECONDS = 10.0
+# Fetches at once, and bytes in one piece of each: in memory beside the pool.
+_NUM_FETCHES = 4
 _PIECE_BYTES = 64 << 20
 # Seconds that a piece may take, and the bytes a second below which it is given up.
 _PIECE_SECONDS = 2.0
 _LEAST_RATE = 20e6
+# How long a worker that ends waits for what it has not written yet, and how often it looks.
+_DRAIN_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 
 
 class StoredPrefixes:
@@ -44,7 +53,9 @@ class StoredPrefixes:
         self._imports = engine.scheduler.imports
         self._block_size = engine.block_size
         self._most_held = max(1, int(engine.blocks.counts().total * _HELD_SHARE))
-        self._num_held = 0
+        self._waiting: deque[bytes] = deque()
+        self._copying: KVExport | None = None
+        self._places = asyncio.Semaphore(_NUM_FETCHES)
         self._blocks_a_piece = max(1, _PIECE_BYTES // self._pool.block_num_bytes)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="prefix-store")
 
@@ -59,16 +70,10 @@ class StoredPrefixes:
         }
 
     def on_stored(self, block_hashes: Sequence[bytes]) -> None:
-        """These became findable in the pool. Those beyond what may be held at once are not kept."""
-        wanted = [each for each in block_hashes if self._store.wants(each)][: self._most_held - self._num_held]
-        if not wanted:
-            return
-        export = self._exports.offer_cached(wanted)
-        if export.blocks:
-            self._num_held += len(export.blocks)
-            self._copier.submit(self._copy, export)
-        else:
-            self._exports.release(export)
+        """These became findable in the pool."""
+        room = _MOST_WAITING - len(self._waiting)
+        self._waiting += [each for each in block_hashes if self._store.wants(each)][:room]
+        self._copy_next()
 
     async def fetch(self, kv_import: KVImport) -> Fetched:
         """Brings what `kv_import` lacks and the store has. The import is ended in any case.
@@ -78,14 +83,16 @@ class StoredPrefixes:
         began, num_blocks = time.monotonic(), 0
         missing = kv_import.block_hashes[kv_import.num_held :]
         try:
-            for at in range(0, len(missing), self._blocks_a_piece):
-                piece = missing[at : at + self._blocks_a_piece]
-                limit = _PIECE_SECONDS + len(piece) * self._pool.block_num_bytes / _LEAST_RATE
-                payloads = await self._store.get(piece, limit)
-                await self._take_in(kv_import, payloads)
-                num_blocks += len(payloads)
-                if len(payloads) < len(piece):
-                    break
+            async with self._places:
+                began = time.monotonic()
+                for at in range(0, len(missing), self._blocks_a_piece):
+                    piece = missing[at : at + self._blocks_a_piece]
+                    limit = _PIECE_SECONDS + len(piece) * self._pool.block_num_bytes / _LEAST_RATE
+                    payloads = await self._store.get(piece, limit)
+                    await self._take_in(kv_import, payloads)
+                    num_blocks += len(payloads)
+                    if len(payloads) < len(piece):
+                        break
         except OutOfBlocks as error:
             raise TransferFailed(f"no room for what comes: {error}") from error
         except EngineEnded as error:
@@ -97,10 +104,20 @@ class StoredPrefixes:
         num_bytes = num_blocks * self._pool.block_num_bytes
         return Fetched(kv_import.num_tokens, num_bytes, ENGINE, time.monotonic() - began)
 
+    async def drain(self) -> None:
+        """Returns when all is written, or after a few seconds."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._is_busy and time.monotonic() < deadline:  # noqa: ASYNC110 - other threads end it
+            await asyncio.sleep(_LOOK_SECONDS)
+
     async def close(self) -> None:
         """Drops what was not written yet."""
         self._copier.shutdown(wait=False, cancel_futures=True)
         await self._store.close()
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._waiting or self._copying or self._store.num_pending)
 
     async def _take_in(self, kv_import: KVImport, payloads: Sequence[bytes]) -> None:
         """Raises OutOfBlocks."""
@@ -116,10 +133,25 @@ class StoredPrefixes:
         for block, payload in zip(blocks, payloads, strict=True):
             self._pool.write_block(block, payload)
 
+    def _copy_next(self) -> None:
+        """Holds the next blocks that wait and are still here, and has them copied; one piece at a time."""
+        while self._waiting and self._copying is None:
+            piece = [self._waiting.popleft() for _ in range(min(self._most_held, len(self._waiting)))]
+            export = self._exports.offer_cached(piece)
+            # Where the run ends one is not here any more.
+            self._waiting.extendleft(reversed(piece[len(export.blocks) + 1 :]))
+            if export.blocks:
+                self._copying = export
+                self._copier.submit(self._copy, export)
+            else:
+                self._exports.release(export)
+
     def _copy(self, export: KVExport) -> None:
         """On the copier's thread."""
         try:
             for block_hash, block in zip(export.block_hashes, export.blocks, strict=True):
+                if not self._store.wait_for_room(_ROOM_SECONDS):
+                    break
                 self._store.put(block_hash, self._pool.read_block(block))
         except Exception:
             logger.exception("blocks for the prefix store were not copied")
@@ -127,5 +159,6 @@ class StoredPrefixes:
             self._engine_loop.submit(lambda: self._on_copied(export))
 
     def _on_copied(self, export: KVExport) -> None:
-        self._num_held -= len(export.blocks)
         self._exports.release(export)
+        self._copying = None
+        self._copy_next()

@@ -147,6 +147,16 @@ class BlockPool:
             self._hashes[block] = block_hash
             self._changes[block_hash] = True
 
+    def share(self, block: int, block_hash: bytes) -> int:
+        """As `register`, but where another block has this hash already that one takes the place of `block`, with its
+        reference. Returns the one that is owned now."""
+        other = self._block_of.get(block_hash, block)
+        self.register(block, block_hash)
+        if other != block:
+            self.acquire([other])
+            self.release([block])
+        return other
+
     def findable(self) -> list[bytes]:
         """Every hash that `find` would find. From any thread: one that moves meanwhile is here, or among the events."""
         # In this order: a block is in host memory before it leaves the pool.

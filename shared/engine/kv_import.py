@@ -57,6 +57,12 @@ class Imports:
         self._imports[made] = None
         return made
 
+    def look_again(self, kv_import: KVImport) -> None:
+        """Holds what is here by now of what was missing; before anything is allocated for it."""
+        if kv_import in self._imports and not kv_import.ended:
+            kv_import.held += self._pool.find(kv_import.block_hashes[kv_import.num_held :])
+            kv_import.num_tokens = kv_import.num_held * self._block_size
+
     def allocate(self, kv_import: KVImport, num_blocks: int) -> list[int]:
         """Blocks to write to, `in_flight` until `arrived` or `missed`. Raises OutOfBlocks."""
         if kv_import.ended:
@@ -78,8 +84,7 @@ class Imports:
             return
         num_full = num_tokens // self._block_size - kv_import.num_held
         for block in blocks[:num_full]:
-            self._pool.register(block, kv_import.block_hashes[kv_import.num_held])
-            kv_import.held.append(block)
+            kv_import.held.append(self._pool.share(block, kv_import.block_hashes[kv_import.num_held]))
         if blocks[num_full:]:
             [kv_import.tail] = blocks[num_full:]
         kv_import.num_tokens = num_tokens

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from shared.policy.step_costs import StepCosts
@@ -38,6 +39,9 @@ _NEAR_TIE = 0.03
 _HARM_WEIGHT = 0.25
 # How much a measured transfer counts against those before it, and how far off it may be (in logarithms).
 _RATE_WEIGHT = 0.2
+# After a transfer that failed no other is made between the two for so long, doubled with each failure in a row.
+_PAUSE_SECONDS = 1.0
+_MOST_PAUSE_SECONDS = 60.0
 _MOST_ERROR = 1.0
 
 
@@ -109,18 +113,25 @@ class TransferRates:
         fixed_seconds: float,
         bytes_per_second: float,
         store_bytes_per_second: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bytes_per_second`, from the store if it differs: before a pair was measured."""
+        """`bytes_per_second`, from the store if it differs: before a pair was measured. `clock`: in seconds."""
         self._bytes_per_token = bytes_per_token
         self._fixed_seconds = fixed_seconds
         self._prior = bytes_per_second
         self._store_prior = bytes_per_second if store_bytes_per_second is None else store_bytes_per_second
         self._rates: dict[tuple[str, str], float] = {}
+        self._clock = clock
+        # Pairs whose latest transfer failed: until when none is made, and how long that was.
+        self._pauses: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seconds(self, source: str, destination: str, num_tokens: int) -> float:
-        """What the KV of that many tokens takes; nothing takes nothing."""
+        """What the KV of that many tokens takes; nothing takes nothing. Infinity for some time after a failure."""
         if num_tokens <= 0:
             return 0.0
+        until, _ = self._pauses.get((source, destination), (0.0, 0.0))
+        if self._clock() < until:
+            return math.inf
         return self._fixed_seconds + num_tokens * self._bytes_per_token / self.rate(source, destination)
 
     def rate(self, source: str, destination: str) -> float:
@@ -130,6 +141,7 @@ class TransferRates:
 
     def observe(self, source: str, destination: str, num_bytes: int, seconds: float) -> None:
         """A transfer took that long. One that the fixed seconds make up more than half of says nothing of the rate."""
+        self._pauses.pop((source, destination), None)
         if num_bytes <= 0 or seconds <= 2 * self._fixed_seconds:
             return
         before = self.rate(source, destination)
@@ -137,9 +149,16 @@ class TransferRates:
         step = _RATE_WEIGHT * min(max(error, -_MOST_ERROR), _MOST_ERROR)
         self._rates[source, destination] = before * math.exp(step)
 
+    def failed(self, source: str, destination: str) -> None:
+        """A transfer brought nothing. The next one is a trial: if it fails too, it is waited for twice as long."""
+        _, pause = self._pauses.get((source, destination), (0.0, _PAUSE_SECONDS / 2))
+        pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+        self._pauses[source, destination] = self._clock() + pause, pause
+
     def forget(self, worker_id: str) -> None:
         """The worker is gone for good."""
         self._rates = {pair: rate for pair, rate in self._rates.items() if worker_id not in pair}
+        self._pauses = {pair: pause for pair, pause in self._pauses.items() if worker_id not in pair}
 
 
 def by_depth(prefix_tokens: Mapping[str, int]) -> list[list[str]]:

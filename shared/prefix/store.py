@@ -58,18 +58,34 @@ end
 keep_account()
 return missing
 """
-# Makes room for values that the same transaction then sets. Work is bounded by their number: after the limit was
-# lowered, each batch removes more than it adds until the limit is met.
-# ARGV: TTL in ms, how many the account may hold, joined hashes.
+# Makes room for values that the same transaction then sets; returns how many of them, the first ones, there is room
+# for. Work is bounded by their number: after the limit was lowered, each batch removes more than it adds until the
+# limit is met. What was written or found within the last ARGV[4] ms stays, or the end of a long prefix would push out
+# its beginning, without which it is of no use.
+# ARGV: TTL in ms, how many the account may hold, joined hashes, see above.
 _ENTER = f"""{_EXPIRY}
 local num_new = #ARGV[3] / 32
+local num_entered = num_new
 local excess = redis.call('ZCARD', KEYS[2]) + num_new - ARGV[2]
 if excess > 0 then
-  local oldest = redis.call('ZPOPMIN', KEYS[2], math.min(excess, 4 * num_new))
-  for i = 1, #oldest, 2 do redis.call('UNLINK', KEYS[1] .. oldest[i]) end
+  local most = math.min(excess, 4 * num_new)
+  local oldest = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', expires - ARGV[4], 'LIMIT', 0, most)
+  for i = 1, #oldest do redis.call('UNLINK', KEYS[1] .. oldest[i]) end
+  if #oldest > 0 then redis.call('ZREM', KEYS[2], unpack(oldest)) end
+  if #oldest < most then num_entered = num_new - math.min(excess - #oldest, num_new) end
 end
-for at = 1, #ARGV[3], 32 do redis.call('ZADD', KEYS[2], expires, string.sub(ARGV[3], at, at + 31)) end
+for i = 0, num_entered - 1 do
+  redis.call('ZADD', KEYS[2], expires, string.sub(ARGV[3], 32 * i + 1, 32 * i + 32))
+end
 keep_account()
+return num_entered
+"""
+# Takes the values back that did not enter. ARGV: joined hashes.
+_LEAVE = """
+for at = 1, #ARGV[1], 32 do
+  local hash = string.sub(ARGV[1], at, at + 31)
+  if not redis.call('ZSCORE', KEYS[2], hash) then redis.call('UNLINK', KEYS[1] .. hash) end
+end
 """
 
 # Hashes in one script that also writes: about a millisecond of Redis's time, which others wait for.
@@ -82,6 +98,8 @@ _ENTRY_BYTES = 512
 # Longest that one batch may take to be written, in seconds, and how long the next one waits after a failure.
 _WRITE_SECONDS = 10.0
 _PAUSE_SECONDS = 1.0
+# What was written or found so lately does not go for newer ones.
+_FRESH_SECONDS = 60.0
 # How long we take a block to be in Redis still, after it was: it may have been removed for newer ones, or flushed.
 _KNOWN_SECONDS = 60.0
 _MAX_KNOWN = 16384
@@ -132,6 +150,7 @@ class PrefixStore(PayloadIndex):
         self._block_bytes = block_bytes
         self._max_blocks = max_bytes // entry_bytes
         self._ttl_ms = int(ttl_seconds * 1000)
+        self._fresh_ms = int(min(_FRESH_SECONDS, ttl_seconds / 2) * 1000)
         self._known_seconds = min(_KNOWN_SECONDS, ttl_seconds / 2)
         self._max_pending = max_pending_bytes // block_bytes
         self._blocks_a_write = max(1, min(_WRITE_BYTES // block_bytes, _BATCH_BLOCKS, self._max_blocks))
@@ -144,7 +163,7 @@ class PrefixStore(PayloadIndex):
         self.num_corrupt = 0
 
         # Below: shared with the threads that call `wants` and `put`.
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         # Blocks not yet written, those on their way included, oldest first.
         self._pending: dict[bytes, bytes] = {}
         # Blocks lately seen in Redis, in the order they first were: hash -> until when we take them to be there.
@@ -172,6 +191,7 @@ class PrefixStore(PayloadIndex):
         """Stops writing, drops what still waits for it, and disconnects."""
         with self._lock:
             self._loop = None
+            self._lock.notify_all()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -181,12 +201,23 @@ class PrefixStore(PayloadIndex):
         await super().close()
 
     def wants(self, block_hash: bytes) -> bool:
-        """Whether it is worth copying this block for `put`: not stored lately, and there is room for it.
+        """Whether this block is worth keeping: neither stored lately, nor about to be.
 
         From any thread; returns at once.
         """
         with self._lock:
-            return self._has_room() and not self._has(block_hash)
+            return self._loop is not None and not self._has(block_hash)
+
+    def wait_for_room(self, timeout_seconds: float) -> bool:
+        """Waits until `put` has room for one more block; whether it has. From any thread but the event loop's."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._loop is None or self._has_room(), timeout_seconds)
+            return self._has_room()
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that wait to be written, those on their way included; from any thread."""
+        return len(self._pending)
 
     def put(self, block_hash: bytes, payload: bytes) -> None:
         """Stores the block some time later, if there is room to keep it until then.
@@ -281,6 +312,7 @@ class PrefixStore(PayloadIndex):
         batch = self._next_batch()
         hashes = list(batch)
         stored: list[bytes] | None = None
+        num_refused = 0
         try:
             # The question also finds out whether Redis answers at all: bytes sent to one that hangs would stay in
             # the connection's buffer long after we gave up on it.
@@ -289,7 +321,8 @@ class PrefixStore(PayloadIndex):
                 values = await asyncio.to_thread(
                     lambda: [pack(self._fingerprint, block_hash, batch[block_hash]) for block_hash in missing]
                 )
-                await within(_WRITE_SECONDS, self._set(missing, values))
+                num_entered = await within(_WRITE_SECONDS, self._set(missing, values))
+                missing, num_refused = missing[:num_entered], len(missing) - num_entered
             stored = missing
         except RedisUnavailable as error:
             # Its text alone: whoever keeps the log's record would keep with the error this frame, and the batch.
@@ -297,12 +330,14 @@ class PrefixStore(PayloadIndex):
         with self._lock:
             for block_hash in hashes:
                 del self._pending[block_hash]
+            self._lock.notify_all()
             if stored is None:
                 self.num_dropped += len(hashes)
                 # It may come back empty.
                 self._known = {}
             else:
                 self.num_stored += len(stored)
+                self.num_dropped += num_refused
                 self._note_known(stored)
         return stored is not None
 
@@ -311,14 +346,17 @@ class PrefixStore(PayloadIndex):
         with self._lock:
             return dict(itertools.islice(self._pending.items(), self._blocks_a_write))
 
-    async def _set(self, hashes: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """All or nothing: neither a value without its place in the account, nor one that is over the limit."""
+    async def _set(self, hashes: Sequence[bytes], values: Sequence[bytes]) -> int:
+        """How many of them, the first ones, there was room for. All or nothing else: neither a value without its place
+        in the account, nor one that is over the limit."""
         async with self._redis.pipeline(transaction=True) as transaction:
-            args = (self._ttl_ms, self._max_blocks, join_hashes(hashes))
+            args = (self._ttl_ms, self._max_blocks, join_hashes(hashes), self._fresh_ms)
             transaction.eval(_ENTER, len(self._keys), *self._keys, *args)
             for block_hash, value in zip(hashes, values, strict=True):
                 transaction.set(self._prefix + block_hash, value, px=self._ttl_ms)
-            await transaction.execute()
+            transaction.eval(_LEAVE, len(self._keys), *self._keys, join_hashes(hashes))
+            [num_entered, *_] = await transaction.execute()
+        return int(num_entered)
 
     async def _renew(self, hashes: Sequence[bytes]) -> list[int]:
         """Gives those that are there another TTL; the positions of the others."""

@@ -111,6 +111,7 @@ class _Fetch:
         self.read_seconds = 0.0
         # Blocks of the peer's pool, and of ours that they were read into.
         self._announced: list[int] = []
+        self._num_full = 0  # of those announced
         self._read: list[int] = []
         self._num_tokens: int | None = None
         self._confirmed = False
@@ -238,14 +239,17 @@ class _Fetch:
         at = self._first_block + len(self._announced)
         num_full, rest = divmod(len(ready.block_hashes), HASH_BYTES)
         ours = b"".join(self._import.block_hashes[at : at + num_full])
-        if rest or ready.block_hashes != ours or not num_full <= len(ready.blocks) <= num_full + 1:
+        # Behind a block that is not full nothing can come.
+        too_many = self._num_full < len(self._announced) or not num_full <= len(ready.blocks) <= num_full + 1
+        if rest or ready.block_hashes != ours or too_many:
             raise TransferFailed("the peer has other blocks than those of these tokens")
         self._announced += ready.blocks
+        self._num_full += num_full
 
     def _complete(self, num_tokens: int) -> None:
-        num_blocks = self._first_block + len(self._announced)
+        num_blocks, num_full = self._first_block + len(self._announced), self._first_block + self._num_full
         size = self._layout.block_size
-        if len(self._announced) and -(-num_tokens // size) != num_blocks:
+        if len(self._announced) and (-(-num_tokens // size), num_tokens // size) != (num_blocks, num_full):
             raise TransferFailed(f"the peer counts {num_tokens} tokens in {num_blocks} blocks of {size}")
         # With nothing announced we have all there is, or more.
         self._num_tokens = num_tokens if self._announced else self._first_block * size

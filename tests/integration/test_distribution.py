@@ -61,7 +61,9 @@ def drafter(agrees: str, target: Path) -> Path:
     return path
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(DRAFTERS))
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["well", pytest.param("badly", marks=pytest.mark.long), "never"]
+)
 async def pair(request: pytest.FixtureRequest, target: Path) -> AsyncIterator[tuple[str, Stack]]:
     agrees: str = request.param
     async with running_stack(target=str(target), draft=str(drafter(agrees, target))) as running:

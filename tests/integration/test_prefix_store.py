@@ -52,6 +52,12 @@ async def server(shared_server: RedisServer) -> RedisServer:
     return shared_server
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written a moment ago may go for what comes now."""
+    monkeypatch.setattr(store_module, "_FRESH_SECONDS", 0.0)
+
+
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts take three blocks, answers and transactions two."""
@@ -348,6 +354,48 @@ async def test_a_limit_of_less_than_a_batch_is_kept(server: RedisServer) -> None
         assert await accounted(redis) == await held_in_redis(redis)
 
 
+async def test_a_chain_beyond_the_limit_keeps_its_beginning(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_FRESH_SECONDS", 60.0)
+    blocks = chain(20)
+    async with store_at(server.url, max_bytes=8 * 6144) as store, client(server) as redis:
+        for begin in range(0, 20, 5):
+            for block in blocks[begin : begin + 5]:
+                store.put(block, payload_of(block))
+            await eventually(lambda: is_written(store), "written")
+        limit = 8 * 6144 // (4096 + 1024 + 512)
+        assert await store.depth(blocks) == limit
+        assert (store.num_stored, store.num_dropped) == (limit, 20 - limit)
+        assert await accounted(redis) == await held_in_redis(redis)
+        # Those long unused go.
+        monkeypatch.setattr(store_module, "_FRESH_SECONDS", 0.0)
+        async with store_at(server.url, max_bytes=8 * 6144) as later:
+            await stores(later, blocks[limit:])
+        assert len(await held_in_redis(redis)) == limit
+        assert await accounted(redis) == await held_in_redis(redis)
+
+
+async def is_written(store: PrefixStore) -> bool:
+    return not store.num_pending
+
+
+async def test_room_is_waited_for(server: RedisServer) -> None:
+    blocks = chain(12)
+    async with store_at(server.url, max_pending_bytes=2 * BLOCK_BYTES) as store:
+
+        def offer() -> None:
+            for block in blocks:
+                assert store.wait_for_room(DEADLINE_SECONDS)
+                store.put(block, payload_of(block))
+
+        await asyncio.to_thread(offer)
+        await eventually(lambda: is_written(store), "written")
+        assert await store.depth(blocks) == 12
+        assert store.num_dropped == 0
+    assert not await asyncio.to_thread(store.wait_for_room, DEADLINE_SECONDS)
+
+
 async def test_the_longest_unused_go_first(server: RedisServer) -> None:
     # Room for ten.
     blocks = chain(14)
@@ -474,7 +522,9 @@ async def test_only_what_is_worth_a_copy_is_wanted(server: RedisServer, monkeypa
         assert not store.wants(blocks[0])
         assert store.wants(blocks[1])
         store.put(blocks[1], payload_of(blocks[1]))
-        assert not store.wants(blocks[2])
+        # It is wanted, but must wait for room.
+        assert store.wants(blocks[2])
+        assert not await asyncio.to_thread(store.wait_for_room, 0.0)
         store.put(blocks[2], payload_of(blocks[2]))
         store.put(blocks[1], payload_of(blocks[1]))
         assert store.num_dropped == 1

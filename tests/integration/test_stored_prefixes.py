@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import pytest
+from outrider.v1 import target_pb2
 from redis.asyncio import Redis
 
+from services.target.hand_over import HandOver
 from services.target.stored_prefixes import StoredPrefixes
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.loop import EngineLoop
@@ -22,9 +24,13 @@ from shared.prefix.block_hash import root_hash
 from shared.prefix.store import PrefixStore
 from shared.redis.server import RedisServer
 from shared.sampling.params import SamplingParams
+from shared.telemetry.tracing import configure
 from shared.transfer.engine import TransferFailed
+from shared.transfer.fetch import Fetcher
+from shared.transfer.offers import Offers
+from shared.worker.stream import RouterStream
 from tests.support.greedy import python_prompts, references
-from tests.support.kv_engine import KVEngine
+from tests.support.kv_engine import KVEngine, layout_of
 from tests.support.machine import BLOCK_SIZE
 from tests.support.router_stack import until
 from tests.support.service import generate, inference, running_stack, wait_until_idle
@@ -71,6 +77,7 @@ class Worker:
 @asynccontextmanager
 async def worker(url: str, num_blocks: int = 64) -> AsyncIterator[Worker]:
     engine = KVEngine(num_blocks)
+    engine.fingerprint = MODEL
     made: list[StoredPrefixes] = []
 
     def on_step(outcome: StepOutcome) -> None:
@@ -216,7 +223,7 @@ async def test_a_fetch_that_is_given_up_leaves_nothing(redis: RedisServer, monke
 
 
 async def test_no_more_than_a_share_of_the_pool_is_held(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with worker(redis.url, num_blocks=32) as first:
+    async with worker(redis.url, num_blocks=64) as first:
         go_on = threading.Event()
         read = first.engine.pool.read_block
 
@@ -227,10 +234,59 @@ async def test_no_more_than_a_share_of_the_pool_is_held(redis: RedisServer, monk
         monkeypatch.setattr(first.engine.pool, "read_block", slow)
         await first.compute(sequence_of(PROMPT))
         await first.compute(sequence_of([5, *PROMPT]))
-        assert (await first.loop.ask(first.engine.blocks.counts)).owned == 4, "an eighth of the pool"
+        assert (await first.loop.ask(first.engine.blocks.counts)).owned == 4, "a sixteenth of the pool"
         go_on.set()
-        await until(lambda: first.store.num_stored == 4, "stored")
+        # The others have waited, and nothing is missing in between.
+        await until(lambda: first.store.num_stored == 2 * NUM_BLOCKS, "stored")
         await first.until_idle()
+
+
+async def test_what_the_pool_needs_before_its_turn_is_not_kept(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with worker(redis.url, num_blocks=16) as first:
+        go_on = threading.Event()
+        read = first.engine.pool.read_block
+
+        def slow(block: int) -> bytes:
+            go_on.wait()
+            return read(block)
+
+        monkeypatch.setattr(first.engine.pool, "read_block", slow)
+        await first.compute(sequence_of(PROMPT))
+        for number in range(4):
+            await first.compute(sequence_of([number, *PROMPT]))
+        go_on.set()
+        await first.stored.drain()
+        assert NUM_BLOCKS < first.store.num_stored < 5 * NUM_BLOCKS
+        await first.until_idle()
+
+
+async def test_those_that_want_the_same_fetch_it_once(redis: RedisServer) -> None:
+    async with worker(redis.url) as first, worker(redis.url) as second:
+        await keep(first, PROMPT)
+        fetcher = Fetcher(second.loop, layout_of(second.engine.pool), {})
+        offers = Offers(second.loop, 10.0)
+        hand_over = HandOver(second.loop, offers, fetcher, second.stored, configure("test", None))
+        stream: RouterStream[target_pb2.TargetResponse] = RouterStream()
+
+        def begin() -> list[Sequence]:
+            sequences = []
+            for number in range(1, 6):
+                hand_over.on_pull(stream, target_pb2.Pull(pull_id=number, token_ids=PROMPT, from_store=True))
+                sequence = sequence_of(PROMPT)
+                hand_over.on_begin(stream, number, sequence)
+                second.engine.scheduler.add(sequence)
+                hand_over.on_drop(stream, number)
+                sequences.append(sequence)
+            return sequences
+
+        sequences = await second.loop.ask(begin)
+        await until(lambda: all(each.finish is not None for each in sequences), "computed")
+        assert second.stored.counts()["hit"] == NUM_BLOCKS
+        assert all(each.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE for each in sequences)
+        await second.until_idle()
+        await hand_over.close()
 
 
 async def test_a_prefix_outlives_its_workers() -> None:

@@ -42,6 +42,7 @@ class KVEngine:
         host = HostTier(num_host_blocks, HostPool(self.pool, num_host_blocks)) if num_host_blocks else None
         self.blocks = BlockPool(num_blocks, host)
         self.block_size = BLOCK_SIZE
+        self.fingerprint = "f"
         self.scheduler = Scheduler(self.blocks, BLOCK_SIZE, max_batch_tokens, 64)
         self.num_computed = 0
         # Cleared: no step is taken.

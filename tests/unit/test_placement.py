@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -436,3 +437,34 @@ def test_one_odd_transfer_moves_a_rate_little_and_a_tiny_one_not_at_all() -> Non
     rates.observe("a", "b", 10, 0.0015)
     rates.observe("a", "b", 0, 5.0)
     assert rates.rate("a", "b") == before
+
+
+def test_a_transfer_that_failed_is_tried_again_ever_later() -> None:
+    now = 0.0
+    rates = TransferRates(1e5, 0.001, 1e8, clock=lambda: now)
+    usual = rates.seconds("a", "b", 100)
+    for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+        rates.failed("a", "b")
+        assert rates.seconds("a", "b", 100) == math.inf
+        assert rates.seconds("a", "b", 0) == 0
+        assert rates.seconds("b", "a", 100) == usual
+        now += pause - 0.01
+        assert rates.seconds("a", "b", 100) == math.inf
+        now += 0.01
+        assert rates.seconds("a", "b", 100) == usual
+    rates.observe("a", "b", 10, 0.001)
+    rates.failed("a", "b")
+    now += 1
+    assert rates.seconds("a", "b", 100) == usual, "it had worked in between"
+    rates.failed("a", "b")
+    rates.forget("a")
+    assert rates.seconds("a", "b", 100) == usual
+
+
+def test_where_transfers_fail_prompts_are_computed() -> None:
+    now = 0.0
+    rates = TransferRates(1e5, 0.001, 1e10, clock=lambda: now)
+    busy, prefiller = worker("d", "decode", decoding=50), worker("p", "prefill")
+    assert placed(Request(4000, 100), busy, prefiller, rates=rates).prefill == "p"
+    rates.failed("p", "d")
+    assert placed(Request(4000, 100), busy, prefiller, rates=rates).prefill is None

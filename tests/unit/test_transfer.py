@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from outrider.v1 import transfer_pb2, transfer_pb2_grpc
 from shared.engine.kv_import import KVImport
 from shared.engine.sequence import Finish
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.prefix.block_hash import hash_blocks
 from shared.rpc.channel import connect
 from shared.transfer import fetch as fetch_module
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
@@ -291,6 +293,53 @@ async def test_a_prompt_that_is_never_computed() -> None:
             assert "NOT_FOUND" in await failing
         else:
             failing.cancel()
+
+
+class Liar(transfer_pb2_grpc.TransferServicer):
+    """Offers two full blocks and one without a hash, `again`: and another, which hold `num_tokens` in all."""
+
+    def __init__(self, hashes: list[bytes], block_bytes: int, num_tokens: int, again: bool) -> None:
+        self._hashes = hashes
+        self._block_bytes = block_bytes
+        self._num_tokens = num_tokens
+        self._again = again
+
+    async def Fetch(self, request_iterator: Any, context: Any) -> Any:
+        accepted = transfer_pb2.FetchAccepted(fetch_id=b"f", engine="grpc", lease_seconds=9)
+        yield transfer_pb2.FetchResponse(accepted=accepted)
+        full = transfer_pb2.BlocksReady(blocks=[0, 1], block_hashes=b"".join(self._hashes[:2]))
+        yield transfer_pb2.FetchResponse(ready=full)
+        for block in (2, 3)[: 1 + self._again]:
+            yield transfer_pb2.FetchResponse(ready=transfer_pb2.BlocksReady(blocks=[block]))
+        yield transfer_pb2.FetchResponse(complete=self._num_tokens)
+        async for request in request_iterator:
+            if request.HasField("done"):
+                break
+        yield transfer_pb2.FetchResponse(confirmed=transfer_pb2.Confirmed())
+
+    async def Read(self, request: Any, context: Any) -> Any:
+        payload = bytes(self._block_bytes * len(request.blocks))
+        yield transfer_pb2.BlockChunk(payload=payload, checksum=zlib.crc32(payload))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "again"), [(3 * BLOCK_SIZE, False), (2 * BLOCK_SIZE, False), (2 * BLOCK_SIZE + 1, True)]
+)
+async def test_counts_that_are_not_of_these_blocks_are_refused(num_tokens: int, again: bool) -> None:
+    async with kv_worker() as d:
+        prompt = prompt_of(3 * BLOCK_SIZE)
+        hashes = hash_blocks(prompt, BLOCK_SIZE, ROOT)
+        server = grpc.aio.server()
+        liar = Liar(hashes, d.engine.pool.block_num_bytes, num_tokens, again)
+        register: Any = transfer_pb2_grpc.add_TransferServicer_to_server
+        register(liar, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            why = await failure(d, f"127.0.0.1:{port}", prompt)
+        finally:
+            await server.stop(None)
+        assert "the peer counts" in why or "other blocks" in why
 
 
 async def test_a_peer_that_dies() -> None:

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # Prefills of a sequence in a row that may fail before the request does.
 _MAX_FAILURES = 4
+# Sequences that leave a worker at a time, with their KV: the others go on there meanwhile.
+_MOST_LEAVING = 4
 # What a worker answers when it does not have a sequence, or not any more.
 _LOST = (
     target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE,
@@ -243,7 +245,7 @@ class SequenceSession:
                 try:
                     entry = await self._lane.next()
                     while True:
-                        _check(entry.result, len(self._token_ids))
+                        _check(entry.result, len(self._token_ids), self._lane.link.draining)
                         failures.clear()
                         emit(self._take(entry.result))
                         if self._finish_reason:
@@ -252,7 +254,8 @@ class SequenceSession:
                 except WorkerLost as error:
                     self.release()
                     failures.append(self._lane.link)
-                    self._session.blame(self._lane.link)
+                    if not error.drained:
+                        self._session.blame(self._lane.link)
                     logger.info("sequence lost", extra={"address": self._lane.link.address, "reason": str(error)})
                     if len(failures) > _MAX_FAILURES:
                         # Which worker and how is for the log: clients have no business with our addresses.
@@ -301,10 +304,14 @@ class SequenceSession:
     async def _next_result(self, last: LaneResult) -> LaneResult:
         """The result of a round, or in plain decoding simply the next one."""
         lane = self._lane
-        if lane.link.draining and lane.num_steps == 0:
-            self._passage = await self._session.away_from(lane, self._token_ids)
-            if self._passage is not None:
-                return await self._move()
+        if lane.link.draining and lane.num_steps == 0 and lane.link.num_leaving < _MOST_LEAVING:
+            lane.link.num_leaving += 1
+            try:
+                self._passage = await self._session.away_from(lane, self._token_ids)
+                if self._passage is not None:
+                    return await self._move()
+            finally:
+                lane.link.num_leaving -= 1
         ahead = lane.num_steps > 0
         # What a worker that is going has been granted is waited for, and then the sequence leaves.
         if not enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
@@ -433,10 +440,11 @@ class SequenceSession:
             chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)
 
 
-def _check(result: target_pb2.StepResult, num_committed: int) -> None:
-    """Raises WorkerLost for a result that calls for another prefill."""
+def _check(result: target_pb2.StepResult, num_committed: int, draining: bool) -> None:
+    """Raises WorkerLost for a result that calls for another prefill; `draining`: its worker is going."""
     if result.status in _LOST:
-        raise WorkerLost(target_pb2.StepStatus.Name(result.status))
+        drained = draining and result.status == target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE
+        raise WorkerLost(target_pb2.StepStatus.Name(result.status), drained)
     if result.position != num_committed:
         raise WorkerLost(f"a result at position {result.position} where {num_committed} was next")
 

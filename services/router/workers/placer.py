@@ -32,6 +32,8 @@ _TRANSFER_RATE = 500e6
 # Output tokens expected of a request before any has ended, and how much each counts that did.
 _OUTPUT_TOKENS = 128.0
 _OUTPUT_WEIGHT = 0.05
+# Tokens that take milliseconds to hash: not on the event loop, which every stream waits for.
+_LONG_PROMPT = 16_384
 
 
 class Placement(NamedTuple):
@@ -124,10 +126,14 @@ class Placer:
     def observe_transfer(
         self, source: TargetLink | None, destination: TargetLink, result: target_pb2.PullResult
     ) -> None:
-        """A transfer took that long; `source` None: from the prefix store."""
+        """A transfer took that long, or failed; `source` None: from the prefix store."""
         whence = STORE if source is None else self._instance(source)
         whither = self._instance(destination)
-        if self._rates is not None and whence is not None and whither is not None:
+        if self._rates is None or whence is None or whither is None:
+            return
+        if result.error:
+            self._rates.failed(whence, whither)
+        else:
             self._rates.observe(whence, whither, result.num_bytes, result.seconds)
 
     def forget(self, link: TargetLink) -> None:
@@ -164,7 +170,11 @@ class Placer:
         if num_blocks == 0 or (self._index is None and self._payloads is None):
             return {}, 0
         root = root_hash(infos[0].fingerprint, cache_salt)
-        hashes = hash_blocks(token_ids[: num_blocks * block_size], block_size, root)
+        tokens = token_ids[: num_blocks * block_size]
+        if len(tokens) < _LONG_PROMPT:
+            hashes = hash_blocks(tokens, block_size, root)
+        else:
+            hashes = await asyncio.to_thread(hash_blocks, tokens, block_size, root)
         depths, stored = await asyncio.gather(
             self._ask_index(hashes, [info.instance_id for info in infos]), self._ask_store(hashes)
         )

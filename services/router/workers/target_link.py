@@ -28,7 +28,14 @@ _PROVEN_RESULTS = 8
 
 
 class WorkerLost(Exception):
-    """The worker does not have the sequence any more; prefill its committed tokens on another."""
+    """The worker does not have the sequence any more; prefill its committed tokens on another.
+
+    `drained`: because it ended in order.
+    """
+
+    def __init__(self, reason: str, drained: bool = False) -> None:
+        super().__init__(reason)
+        self.drained = drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class TargetLane:
     num_owed: int = field(init=False)
     num_received: int = 0
     _results: asyncio.Queue[LaneResult | None] = field(default_factory=asyncio.Queue)
+    # Whether the worker was going when it said the latest.
+    _drained: bool = False
 
     def __post_init__(self) -> None:
         self.num_owed = self.num_steps
@@ -75,7 +84,7 @@ class TargetLane:
         """The next result. Raises WorkerLost if the worker went, forgot the sequence, or failed at it."""
         found = await self._results.get()
         if found is None:
-            raise WorkerLost("its stream ended")
+            raise WorkerLost("its stream ended", self._drained)
         self.num_steps -= 1
         return found
 
@@ -97,6 +106,7 @@ class TargetLane:
         self.link.release(self.sequence_id)
 
     def _receive(self, entry: LaneResult | None) -> None:
+        self._drained = self.link.draining
         self._results.put_nowait(entry)
 
 
@@ -122,6 +132,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self.backlog = Backlog()
         # Sequences that will come when their prompt is computed elsewhere.
         self.num_incoming = 0
+        # Those on their way from here to other workers, for it is going.
+        self.num_leaving = 0
         self.breaker = CircuitBreaker()
         self._silence = Silence()
         self._notifying: asyncio.Task[None] | None = None
