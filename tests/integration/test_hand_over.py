@@ -184,3 +184,45 @@ async def test_with_nowhere_to_go_a_draining_worker_finishes() -> None:
         await s.target.announce_drain()
         assert (await running).tokens == {0: plain_output([5, 17, 40, 8], 100)}
         await s.until_idle()
+
+
+async def test_a_few_at_a_time_leave_a_worker_that_drains() -> None:
+    async with pools(num_prefill=0, num_decode=2) as s:
+        going, staying = s.fleet.targets
+        calls = [asyncio.create_task(s.generate(greedy(0, 400))) for _ in range(20)]
+        await until(lambda: sum(target.num_sequences for target in s.targets) == 20, "all begun")
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, going.num_leaving, staying.num_leaving)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        await s.targets[0].announce_drain()
+        expected = plain_output([5, 17, 40, 8], 400)
+        assert [(await call).tokens for call in calls] == [{0: expected}] * 20
+        watching.cancel()
+        assert 0 < most <= 4
+        await s.until_idle()
+        assert going.num_leaving == staying.num_leaving == 0
+
+
+async def test_a_worker_that_ends_in_order_has_not_failed() -> None:
+    async with pools(num_prefill=0, num_decode=1) as s:
+        [link] = s.fleet.targets
+        failures: list[None] = []
+        link.breaker.failed = lambda: failures.append(None)  # type: ignore[method-assign]
+        for in_order in (True, False):
+            running = asyncio.create_task(s.generate(greedy(0, 400)))
+            await until(lambda: s.target.num_sequences == 1, "begun")
+            if in_order:
+                await s.target.announce_drain()
+                await until(lambda: link.draining, "told")
+            await s.target.stop()
+            await until(lambda: not link.connected, "gone")
+            await s.target.start()
+            assert (await running).tokens == {0: plain_output([5, 17, 40, 8], 400)}
+            assert len(failures) == (not in_order)
+        await s.until_idle()
