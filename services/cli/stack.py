@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from services.cli.launcher import PARENT, worker_environment
+from services.cli.ports import claim_port, free_ports
 from services.cli.process import LogSink, ServiceProcess
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.redis.server import RedisServer, RedisServerError
@@ -173,8 +173,10 @@ class Stack:
         targets = self._targets()
         drafts = [] if settings.draft is None else ["draft", *(f"draft-{i}" for i in range(1, settings.num_drafts))]
         workers = drafts + targets
-        address = {name: f"{LOOPBACK}:{port}" for name, port in zip(workers, _free_ports(len(workers)), strict=True)}
-        address["router"] = f"{settings.host}:{_claim_port(settings.host, settings.port)}"
+        address = {
+            name: f"{LOOPBACK}:{port}" for name, port in zip(workers, free_ports(LOOPBACK, len(workers)), strict=True)
+        }
+        address["router"] = f"{settings.host}:{claim_port(settings.host, settings.port)}"
 
         engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
         for name in targets:
@@ -228,22 +230,3 @@ class Stack:
         self.lines.append((name, line))
         if self._log_sink is not None:
             self._log_sink(name, line)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Loopback ports that nothing listens on, all different."""
-    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    try:
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def _claim_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises StartupError if it is taken: gRPC itself would share it silently."""
-    try:
-        with socket.create_server((host, port)) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise StartupError(f"port {port} on {host} cannot be listened on: {os.strerror(error.errno or 0)}") from None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shared.engine.block_pool import BlockPool, OutOfBlocks
 from shared.engine.failure import EngineBroken, is_device_error
+from shared.engine.host_pool import make_host_tier
 from shared.engine.kv_pool import KVPool
 from shared.engine.memory import available_memory, device_cache_bytes, host_cache_bytes, measure_device
 from shared.engine.model import CausalLM
@@ -80,7 +81,8 @@ class Engine:
             raise StartupError(
                 f"{num_blocks} KV blocks cannot be had on {model.device}: lower num_blocks or kv_cache_gib"
             ) from error
-        self.blocks = BlockPool(num_blocks)
+        host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
+        self.blocks = BlockPool(num_blocks, host)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
         self.max_context = min(
             model.max_context, settings.max_context or model.max_context, num_blocks * self.block_size

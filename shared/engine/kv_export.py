@@ -64,12 +64,12 @@ class Exports:
         return export
 
     def offer_cached(self, block_hashes: List[bytes]) -> KVExport:
-        """Holds the longest leading run of these blocks that is in the cache."""
+        """Holds the longest leading run of these blocks that is in the cache, or comes back into it."""
         export = KVExport(lambda: None)
-        export.blocks = self._pool.match(block_hashes)
+        export.blocks = self._pool.find(block_hashes)
+        self._pool.settle()
         export.block_hashes = list(block_hashes[: len(export.blocks)])
         export.num_tokens = len(export.blocks) * self._block_size
-        self._pool.acquire(export.blocks)
         self._exports[export] = None
         return export
 

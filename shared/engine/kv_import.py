@@ -49,11 +49,11 @@ class Imports:
             yield [*each.held, *each.in_flight, *([] if each.tail is None else [each.tail])]
 
     def begin(self, block_hashes: List[bytes], arrival: int) -> KVImport:
-        """An import of these full blocks; the leading run that is here already is held from now on."""
+        """An import of these full blocks; the leading run that is here already, or comes back from host memory, is
+        held from now on."""
         made = KVImport(block_hashes, arrival)
-        made.held = self._pool.match(block_hashes)
+        made.held = self._pool.find(block_hashes)
         made.num_tokens = len(made.held) * self._block_size
-        self._pool.acquire(made.held)
         self._imports[made] = None
         return made
 
@@ -62,6 +62,7 @@ class Imports:
         if kv_import.ended:
             raise OutOfBlocks("others needed its blocks")
         blocks = self._pool.allocate(num_blocks)
+        self._pool.settle()  # what was in them may still be on its way to host memory
         kv_import.in_flight += blocks
         return blocks
 

@@ -43,7 +43,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         size = (num_blocks, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim)
-        self.data = _host_zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
+        self.data = host_zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
         # Views that attention works on: a row is one block's keys (or values) in one layer.
         self._tokens = self.data.view(-1, shape.num_kv_heads, shape.head_dim)
         self._rows = self.data.view(num_blocks * shape.num_layers * 2, -1)
@@ -118,7 +118,7 @@ class KVPool:
         return keys, values
 
 
-def _host_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+def host_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in RAM that become real page by page when they are first written.
 
     `torch.zeros` writes them at once: seconds for every GiB, of which most may never be used.

@@ -4,7 +4,7 @@ One counter drives everything (as in vLLM v1): a sequence has tokens it knows an
 must catch up. A step takes verifications and decodes first, then fills its token budget with prefill chunks
 (SARATHI, Agrawal et al. 2023). Out of blocks, or of places for more sequences, what a drafter keeps for a
 sequence that nobody waits for goes first, then blocks that came from other workers for sequences that have not begun;
-then the youngest sequence is preempted. All of it is recomputed later.
+then the youngest sequence is preempted. All of it is recomputed later, or comes back from host memory.
 """
 
 from __future__ import annotations
@@ -145,6 +145,10 @@ class Scheduler:
             if budget <= 0:
                 break
             if sequence.num_pending_tokens > 0 and not sequence.awaits_import:
+                # Blocks come back from host memory at once, but the step's copies are made when it runs: what they
+                # are made of may be free by now, and is not to be written to before.
+                if plan.copies and None in self._match(sequence):
+                    break
                 admitted = self._admit(sequence)
                 while not admitted and self._make_room(sequence, plan):
                     admitted = self._admit(sequence)
@@ -226,30 +230,37 @@ class Scheduler:
         """Gives a waiting sequence a place and its cached prefix, if the pool has room for all it knows now."""
         if len(self._running) >= self._max_sequences:
             return False
-        # The last token is always computed: its logits are what the next one is drawn from.
-        num_full = (len(sequence.token_ids) - 1) // self.block_size
-        hashes = self._hashes(sequence, len(sequence.token_ids))[:num_full]
-        prefix = self.pool.match(hashes)
+        prefix = self._match(sequence)
+        here = [block for block in prefix if block is not None]
         num_full, num_cached = len(prefix), len(prefix) * self.block_size
         imported = sequence.kv_import
+        tail: list[int] = []
         # Of a prompt computed elsewhere the last block, partly filled, has come as well.
         whole = imported is not None and imported.num_held == num_full and imported.num_tokens < len(sequence.token_ids)
         if imported is not None and imported.tail is not None and whole:
-            prefix = [*prefix, imported.tail]
+            tail = [imported.tail]
             num_cached = imported.num_tokens
         num_known = sequence.num_computed_tokens + sequence.num_pending_tokens
-        num_needed = -(-num_known // self.block_size) - len(prefix)
-        if num_needed + self.pool.num_unowned(prefix) > self.pool.num_allocatable:
+        num_needed = -(-num_known // self.block_size) - len(here) - len(tail)
+        # Of a drafter less may be wanted than it begins with.
+        num_needed = max(num_needed, num_full - len(here))
+        if num_needed + self.pool.num_unowned(here) > self.pool.num_allocatable:
             return False
         del self._waiting[sequence]
         self._running[sequence] = None
-        self.pool.acquire(prefix)
-        sequence.block_table = prefix
+        self.pool.acquire(tail)
+        sequence.block_table = self.pool.find(sequence.block_hashes[:num_full]) + tail
         sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached
         sequence.num_registered_blocks = num_full
         self._leave_import(sequence)
         self._split_forks(sequence)  # of one token, or all in cache: nothing is left to compute together
         return True
+
+    def _match(self, sequence: Sequence) -> list[int | None]:
+        """Where the full blocks are that a waiting sequence begins with; None for those in host memory."""
+        # The last token is always computed: its logits are what the next one is drawn from.
+        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        return self.pool.match(self._hashes(sequence, len(sequence.token_ids))[:num_full])
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> int:
         """Takes all blocks from a sequence, and the sequence out of the plan; returns the tokens it had there."""

@@ -49,6 +49,12 @@ class EngineSettings(ServiceSettings):
         le=1,
         description="Share of its device's memory that the worker may take while kv_cache_gib is unset.",
     )
+    host_cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="RAM for KV blocks that a CUDA device's KV cache has no more room for, in GiB: they come back from "
+        "there instead of being computed again; unset: none. On CPU kv_cache_gib makes better use of it.",
+    )
     # A step must be able to verify one sequence's longest draft, 16 tokens, and the one before it.
     max_batch_tokens: int = Field(
         default=512, ge=17, description="Token budget of a step: decodes first, then prefill chunks."

@@ -169,6 +169,9 @@ class WorkerMetrics:
             description="Prompt tokens of a sequence found in the KV cache.",
             explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
         )
+        self._restored_blocks = meter.create_counter(
+            "outrider.kv_restored_blocks", unit="{block}", description="KV blocks brought back from host memory."
+        )
 
     def watch_prefix_store(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Blocks that went to the prefix store or came from it so far, by what became of them; from any thread."""
@@ -195,3 +198,7 @@ class WorkerMetrics:
     def prefix_hit(self, num_tokens: int) -> None:
         """A new sequence found `num_tokens` of its prompt in the KV cache; 0 is a miss."""
         self._prefix_hit_tokens.record(num_tokens, self._attributes)
+
+    def restored(self, num_blocks: int) -> None:
+        """So many KV blocks came back from host memory."""
+        self._restored_blocks.add(num_blocks, self._attributes)

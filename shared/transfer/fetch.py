@@ -16,10 +16,10 @@ from shared.engine.block_pool import OutOfBlocks
 from shared.engine.kv_import import KVImport
 from shared.engine.loop import EngineEnded, EngineLoop
 from shared.prefix.block_hash import HASH_BYTES
-from shared.rpc.channel import connect
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
 from shared.transfer.finish import finish
 from shared.transfer.grpc import GrpcEngine
+from shared.transfer.peer_channels import PeerChannels
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Fetcher:
         self._engine_loop = engine_loop
         self._layout = layout
         self._engines = engines
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = PeerChannels()
 
     async def fetch(self, kv_import: KVImport, address: str, ticket: bytes | None) -> Fetched:
         """Brings what `kv_import` lacks from the worker at `address`: what that offers under `ticket`, or has cached.
@@ -75,7 +75,8 @@ class Fetcher:
         """
         try:
             fetch = _Fetch(self._engine_loop, self._layout, self._engines, kv_import)
-            num_blocks, engine = await fetch.run(self._stub(address), address, ticket)
+            async with self._channels.to(address) as channel:
+                num_blocks, engine = await fetch.run(transfer_pb2_grpc.TransferStub(channel), address, ticket)
         except grpc.aio.AioRpcError as error:
             raise TransferFailed(f"{error.code().name}: {error.details()}") from error
         except OutOfBlocks as error:
@@ -88,13 +89,7 @@ class Fetcher:
         return Fetched(kv_import.num_tokens, num_bytes, engine, fetch.read_seconds)
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-
-    def _stub(self, address: str) -> Any:
-        if address not in self._channels:
-            self._channels[address] = connect(address)
-        return transfer_pb2_grpc.TransferStub(self._channels[address])
+        await self._channels.close()
 
 
 class _Fetch:

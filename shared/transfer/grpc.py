@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from outrider.v1 import transfer_pb2, transfer_pb2_grpc
 
 from shared.engine.kv_pool import KVPool
-from shared.rpc.channel import connect
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
 from shared.transfer.finish import finish
+from shared.transfer.peer_channels import PeerChannels
 
 
 class GrpcEngine(TransferEngine):
@@ -25,36 +26,37 @@ class GrpcEngine(TransferEngine):
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._peers: dict[str, GrpcPeer] = {}
+        self._channels = PeerChannels()
 
     @property
     def metadata(self) -> bytes:
         return b""
 
     async def peer(self, address: str, metadata: bytes) -> TransferPeer:
-        if address not in self._peers:
-            self._peers[address] = GrpcPeer(connect(address), self._pool)
-        return self._peers[address]
+        return GrpcPeer(address, self._channels, self._pool)
 
     async def close(self) -> None:
-        for peer in self._peers.values():
-            await peer.close()
+        await self._channels.close()
 
 
 class GrpcPeer(TransferPeer):
     """A worker that sends its blocks in chunks."""
 
-    def __init__(self, channel: grpc.aio.Channel, pool: KVPool) -> None:
-        self._channel = channel
-        self._stub = transfer_pb2_grpc.TransferStub(channel)
+    def __init__(self, address: str, channels: PeerChannels, pool: KVPool) -> None:
+        self._address = address
+        self._channels = channels
         self._pool = pool
 
     async def read(self, fetch_id: bytes, reads: Sequence[BlockRead]) -> None:
+        async with self._channels.to(self._address) as channel:
+            await self._read(transfer_pb2_grpc.TransferStub(channel), fetch_id, reads)
+
+    async def _read(self, stub: Any, fetch_id: bytes, reads: Sequence[BlockRead]) -> None:
         size = self._pool.block_num_bytes
         destinations = iter([read.destination for read in reads])
         blocks = [read.source for read in reads]
         received = bytearray()
-        call = self._stub.Read(transfer_pb2.ReadRequest(fetch_id=fetch_id, blocks=blocks))
+        call = stub.Read(transfer_pb2.ReadRequest(fetch_id=fetch_id, blocks=blocks))
         try:
             async for chunk in call:
                 if zlib.crc32(chunk.payload) != chunk.checksum:
@@ -73,9 +75,6 @@ class GrpcPeer(TransferPeer):
             call.cancel()
         if received or next(destinations, None) is not None:
             raise TransferFailed(f"less came than the {len(reads)} blocks of {size} bytes asked for")
-
-    async def close(self) -> None:
-        await self._channel.close()
 
     def _write(self, blocks: Sequence[int], payloads: Sequence[bytes]) -> None:
         for block, payload in zip(blocks, payloads, strict=True):

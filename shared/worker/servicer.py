@@ -42,6 +42,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._streams: set[RouterStream[Response]] = set()
         self._lanes: dict[Sequence, Lane[Response]] = {}
         self._draining = False
+        self._num_restored = 0  # of which the metrics know
         self._asyncio_loop = asyncio.get_running_loop()
         self._without_lanes = asyncio.Event()
         self._without_lanes.set()
@@ -128,6 +129,8 @@ class WorkerServicer(ABC, Generic[Request, Response]):
                 num_sequences=len(self._lanes),
                 num_exports=len(self.engine.scheduler.exports),
                 num_imports=len(self.engine.scheduler.imports),
+                host_blocks=self.engine.blocks.num_host_blocks,
+                restored_blocks=self.engine.blocks.num_restored,
             )
 
         return await self._ask(look)
@@ -160,6 +163,9 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._on_outcome(outcome)
         if self._metrics is not None:
             self._metrics.step(outcome.num_tokens, outcome.num_sequences, self._kv_usage())
+            num_restored = self.engine.blocks.num_restored
+            self._metrics.restored(num_restored - self._num_restored)
+            self._num_restored = num_restored
 
     def _on_release(self, stream: RouterStream[Response], sequence_id: int) -> None:
         lane = stream.lanes.pop(sequence_id, None)

@@ -22,7 +22,9 @@ RESTART_SECONDS = 90.0
 STANDSTILL_SECONDS = 20.0
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["both", "pools"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[pytest.param("both", marks=pytest.mark.long), "pools"]
+)
 async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     pools: dict[str, Any] = {"num_targets": 2} if request.param == "both" else {"num_prefill": 1, "num_decode": 2}
     async with running_stack(drain_seconds=30.0, **pools) as running:
@@ -81,4 +83,5 @@ async def test_a_rolling_restart_loses_and_repeats_no_token(stack: Stack) -> Non
     assert max(gaps) < STANDSTILL_SECONDS
     await wait_until_idle(stack)
     lost = [line for name, line in stack.lines if name == "router" and "sequence lost" in line]
-    assert len(lost) <= 2, "sequences were moved, not lost"
+    # With what the workers said before: why.
+    assert len(lost) <= 2, "\n".join(f"{name} {line}" for name, line in stack.lines)

@@ -171,7 +171,7 @@ async def test_a_draining_worker_hands_its_sequences_over() -> None:
         staying = next(target for target in s.targets if target is not going)
         await going.announce_drain()
         await until(lambda: going.num_sequences == 0, "all left")
-        assert len(going.exports) == len(staying.pulls) >= 1
+        await until(lambda: len(going.exports) == len(staying.pulls) >= 1, "all are on their way")
         expected = plain_output([5, 17, 40, 8], 400)
         assert [(await call).tokens for call in calls] == [{0: expected}] * 4
         await s.until_idle()

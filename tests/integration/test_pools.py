@@ -12,7 +12,7 @@ import pytest_asyncio
 from services.cli.stack import Stack
 from shared.models import DEMO_TARGET
 from tests.support.greedy import Reference, python_prompts, references
-from tests.support.pools import POOLS_AND_ENGINES, Pools, running_pools
+from tests.support.pools import LARGE, MIXED, Pools, pools_and_engines, running_pools
 from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle, worker_state
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,7 +37,7 @@ async def seeded(expected: list[Reference]) -> list[list[list[int]]]:
         return [tokens_of(await generate(stub, each.prompt, **SEEDED)) for each in expected]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=POOLS_AND_ENGINES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=pools_and_engines((LARGE, "nixl"), (MIXED, "grpc")))
 async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     """Decode workers take small steps, so that they are slow at prompts and get only the short ones."""
     pools: Pools

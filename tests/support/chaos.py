@@ -73,8 +73,8 @@ class ChaosStack(Stack):
 
 @asynccontextmanager
 async def chaos_stack(kv_transfer: str = "auto", **settings: Any) -> AsyncIterator[ChaosStack]:
-    """Two drafters, two prefill and two decode workers, in float32."""
-    pools = {"num_prefill": 2, "num_decode": 2, "num_drafts": 2} | settings
+    """Two drafters, two prefill and two decode workers, in float32, and what they compute is kept in Redis."""
+    pools = {"num_prefill": 2, "num_decode": 2, "num_drafts": 2, "prefix_store": True} | settings
     names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(2)]
     environment = {name: {"OUTRIDER_TARGET_KV_TRANSFER": kv_transfer} for name in names}
     made = StackSettings(port=0, dtype="float32", num_threads=1, drain_seconds=10.0, environment=environment, **pools)

@@ -15,6 +15,8 @@ from outrider.v1 import transfer_pb2, transfer_pb2_grpc
 
 from shared.engine.block_pool import BlockPool
 from shared.engine.engine import Engine, Gain, StepOutcome
+from shared.engine.host_pool import HostPool
+from shared.engine.host_tier import HostTier
 from shared.engine.kv_pool import KVPool, KVShape
 from shared.engine.loop import EngineLoop
 from shared.engine.scheduler import Scheduler, StepPlan
@@ -35,11 +37,12 @@ SHAPE = KVShape(num_layers=3, num_kv_heads=2, key_head_dim=8, value_head_dim=8)
 class KVEngine:
     """Steps as `Engine` does, and proves at each of them that every position it reads holds its own past."""
 
-    def __init__(self, num_blocks: int = 64, max_batch_tokens: int = 64) -> None:
-        self.blocks = BlockPool(num_blocks)
+    def __init__(self, num_blocks: int = 64, max_batch_tokens: int = 64, num_host_blocks: int = 0) -> None:
+        self.pool = KVPool(SHAPE, num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+        host = HostTier(num_host_blocks, HostPool(self.pool, num_host_blocks)) if num_host_blocks else None
+        self.blocks = BlockPool(num_blocks, host)
         self.block_size = BLOCK_SIZE
         self.scheduler = Scheduler(self.blocks, BLOCK_SIZE, max_batch_tokens, 64)
-        self.pool = KVPool(SHAPE, num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
         self.num_computed = 0
         # Cleared: no step is taken.
         self.gate = threading.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from shared.engine.block_pool import BlockPool
+from shared.engine.host_tier import BlockMover, HostTier
 from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from shared.engine.sequence import Finish, Sequence
 from shared.sampling.params import SamplingParams
@@ -33,16 +34,41 @@ def decoded(prompt: list[int], params: SamplingParams) -> list[int]:
     return tokens
 
 
+class SimulatedMover(BlockMover):
+    """Moves simulated KV."""
+
+    def __init__(self, kv: dict[tuple[int, int], tuple[int, ...]]) -> None:
+        self._kv = kv
+        self._slots: dict[int, list[tuple[int, ...] | None]] = {}
+        self.num_settled = 0
+
+    def save(self, block: int, slot: int) -> None:
+        self._slots[slot] = [self._kv.get((block, i)) for i in range(BLOCK_SIZE)]
+
+    def load(self, slot: int, block: int) -> None:
+        for i, value in enumerate(self._slots[slot]):
+            self._kv.pop((block, i), None)
+            if value is not None:
+                self._kv[block, i] = value
+
+    def settle(self) -> None:
+        self.num_settled += 1
+
+
 class Machine:
     """Runner and verifier over KV that is simulated: `kv[block, offset]` is every token up to that position.
 
     A position that holds anything but its sequence's own past (a stale block, a missed copy) fails at once.
     """
 
-    def __init__(self, num_blocks: int, max_batch_tokens: int = 64, max_sequences: int = 64) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(self.pool, BLOCK_SIZE, max_batch_tokens, max_sequences)
+    def __init__(
+        self, num_blocks: int, max_batch_tokens: int = 64, max_sequences: int = 64, num_host_blocks: int = 0
+    ) -> None:
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.mover = SimulatedMover(self.kv)
+        self.host = HostTier(num_host_blocks, self.mover) if num_host_blocks else None
+        self.pool = BlockPool(num_blocks, self.host)
+        self.scheduler = Scheduler(self.pool, BLOCK_SIZE, max_batch_tokens, max_sequences)
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.num_steps = 0

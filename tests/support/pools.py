@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -21,23 +21,23 @@ class Pools(NamedTuple):
     num_both: int = 0
 
 
-_NIXL = pytest.mark.skipif(not nixl_available(), reason="nixl is not installed")
-_SMALL, _LARGE, _MIXED = Pools(1, 1), Pools(2, 2), Pools(1, 1, 1)
+SMALL, LARGE, MIXED = Pools(1, 1), Pools(2, 2), Pools(1, 1, 1)
 
 
-def _case(pools: Pools, engine: str, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param((pools, engine), id=f"{engine}-{'-'.join(map(str, pools))}", marks=marks)
+def pools_and_engines(*in_suite: tuple[Pools, str]) -> list[Any]:
+    """Parameters: every kind of pools with every engine. A stack takes its time to start, so but for those named they
+    are among the long tests."""
+    return [
+        pytest.param((pools, engine), id=f"{engine}-{'-'.join(map(str, pools))}", marks=_marks(pools, engine, in_suite))
+        for pools in (SMALL, LARGE, MIXED)
+        for engine in ("grpc", "nixl")
+    ]
 
 
-# A stack takes its time to start: each pool and each engine is in the suite, every pair of them in the long tests.
-POOLS_AND_ENGINES = [
-    _case(_SMALL, "nixl", _NIXL),
-    _case(_MIXED, "grpc"),
-    _case(_LARGE, "nixl", _NIXL),
-    _case(_SMALL, "grpc", pytest.mark.long),
-    _case(_LARGE, "grpc", pytest.mark.long),
-    _case(_MIXED, "nixl", _NIXL, pytest.mark.long),
-]
+def _marks(pools: Pools, engine: str, in_suite: Collection[tuple[Pools, str]]) -> list[pytest.MarkDecorator]:
+    missing = engine == "nixl" and not nixl_available()
+    marks = [pytest.mark.skip(reason="nixl is not installed")] if missing else []
+    return marks if (pools, engine) in in_suite else [*marks, pytest.mark.long]
 
 
 @asynccontextmanager

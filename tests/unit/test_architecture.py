@@ -125,6 +125,7 @@ def test_of_other_services_the_cli_imports_settings_only() -> None:
     "module",
     [
         "shared.engine.block_pool",
+        "shared.engine.host_tier",
         "shared.engine.scheduler",
         "shared.engine.sequence",
         "shared.prefix.block_hash",
@@ -141,7 +142,10 @@ def test_imports_no_torch(module: str) -> None:
     assert not [name for name in reachable(module) if within(name, "torch", "safetensors")]
 
 
-@pytest.mark.parametrize("module", ["shared.engine.block_pool", "shared.engine.scheduler", "shared.engine.sequence"])
+@pytest.mark.parametrize(
+    "module",
+    ["shared.engine.block_pool", "shared.engine.host_tier", "shared.engine.scheduler", "shared.engine.sequence"],
+)
 def test_what_decides_imports_neither_numbers_nor_wires(module: str) -> None:
     assert not [
         name for name in reachable(module) if within(name, "numpy", "transformers", "grpc", "redis", "outrider")

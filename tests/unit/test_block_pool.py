@@ -68,11 +68,11 @@ def test_blocks_are_conserved_under_random_use(seed: int) -> None:
             found = pool.match(keys)
             length = next((i for i, key in enumerate(keys) if key not in findable), len(keys))
             assert found == [findable[key] for key in keys[:length]]
-            found = list(dict.fromkeys(found))
+            matched = list(dict.fromkeys(block for block in found if block is not None))
             owned = {block for table in tables for block in table}
-            assert pool.num_unowned(found) == sum(block not in owned for block in found)
-            pool.acquire(found)
-            tables.append(found)
+            assert pool.num_unowned(matched) == sum(block not in owned for block in matched)
+            pool.acquire(matched)
+            tables.append(matched)
         events = pool.take_events()
         num_evicted += len(events.evicted)
         for key in events.evicted:

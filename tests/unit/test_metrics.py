@@ -113,6 +113,8 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     metrics.step(num_tokens=2, num_sequences=1, kv_usage=0.75)
     metrics.prefix_hit(0)
     metrics.prefix_hit(96)
+    metrics.restored(2)
+    metrics.restored(3)
     tokens = recorded.histogram("outrider.batch_size.tokens")
     assert (tokens.count, tokens.sum) == (2, 42)
     assert recorded.histogram("outrider.batch_size.sequences").sum == 9
@@ -121,6 +123,9 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     assert usage.value == 0.75
     hits = recorded.histogram("outrider.prefix_hit_tokens")
     assert (hits.count, hits.sum) == (2, 96)
+    (restored,) = recorded.points("outrider.kv_restored_blocks")
+    assert isinstance(restored, NumberDataPoint)
+    assert restored.value == 5
 
 
 def test_instruments_do_nothing_when_telemetry_is_off() -> None:

@@ -18,6 +18,7 @@ from services.target.gathering import Gathering
 from services.target.server import TargetServicer
 from shared.engine.block_pool import BlockPool
 from shared.engine.engine import Gain, StepOutcome
+from shared.engine.host_tier import HostTier
 from shared.engine.loop import EngineLoop
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
@@ -28,6 +29,7 @@ from shared.worker import bundles
 from shared.worker.bundles import BUNDLE_BYTES
 from shared.worker.messages import params_to_proto
 from shared.worker.stream import RouterStream
+from tests.support.machine import SimulatedMover
 
 MAX_CONTEXT = 32
 
@@ -46,8 +48,8 @@ class Sent(RouterStream[Any]):
         self.sent.append(response)
 
 
-def with_engine(servicer: Any) -> Any:
-    blocks = BlockPool(64)
+def with_engine(servicer: Any, blocks: BlockPool | None = None) -> Any:
+    blocks = blocks or BlockPool(64)
     scheduler = Scheduler(blocks, block_size=4, max_batch_tokens=20, max_sequences=6)
     engine = SimpleNamespace(max_context=MAX_CONTEXT, fingerprint="f", scheduler=scheduler, blocks=blocks)
     servicer._engine_loop = SimpleNamespace(engine=engine)
@@ -180,6 +182,39 @@ async def test_a_malformed_proposal_is_not_verified_and_costs_nobody_a_step() ->
     assert stream.sent == []
     assert len(sequence.proposal) == 0
     assert sequence.num_steps == 1
+
+
+class Index:
+    """What the prefix index hears of a worker."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self.num_evicted = 0
+
+    def stored(self, hashes: list[bytes]) -> None:
+        self.held |= set(hashes)
+
+    def evicted(self, hashes: list[bytes]) -> None:
+        self.held -= set(hashes)
+        self.num_evicted += len(hashes)
+
+
+@pytest.mark.parametrize("num_slots", [0, 2, 50])
+async def test_the_index_counts_a_block_as_held_until_it_has_left_host_memory_too(num_slots: int) -> None:
+    blocks = BlockPool(8, HostTier(num_slots, SimulatedMover({})) if num_slots else None)
+    servicer, index = with_engine(TargetServicer(configure("t", None), "x"), blocks), Index()
+    servicer.publish_to(index)
+    for first_token in (1, 11, 1, 21, 31, 11):
+        request = prefill(max_tokens=1)
+        request.token_ids[:] = range(first_token, first_token + 17)
+        del request.forks[:]
+        servicer._on_request(Sent(), target_request(request))
+        while not servicer.engine.scheduler.is_empty:
+            step(servicer)
+        assert index.held == set(blocks.findable())
+    assert (index.num_evicted > 0) == (num_slots < 50)
+    # One of the pool's blocks is free: it held the last prompt's last token.
+    assert len(index.held) == min(7 + num_slots, 16)
 
 
 async def test_a_sequence_out_of_step_is_unknown_and_released() -> None:

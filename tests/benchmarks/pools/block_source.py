@@ -134,5 +134,6 @@ async def _compute(worker: KVWorker, num_blocks: int) -> list[int]:
     blocks: list[int] = []
     while len(blocks) < num_blocks:
         await asyncio.sleep(_POLL_SECONDS)
-        blocks = await worker.loop.ask(lambda: worker.engine.blocks.match(hashes))
+        found = await worker.loop.ask(lambda: worker.engine.blocks.match(hashes))
+        blocks = [block for block in found if block is not None]
     return blocks
