@@ -115,7 +115,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         type=_parts,
-        default=_LETTERS,
+        default=",".join(_LETTERS),
         help="Parts, separated by commas: a long prompts among streams, b transfers, c prefixes, d routing, e goodput.",
     )
     parser.add_argument("--repeats", type=int, default=1, help="Medians are over this many; default 1.")

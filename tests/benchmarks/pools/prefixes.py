@@ -34,10 +34,10 @@ BARS: Final = {HERE: 10.0, PEER: 4.0, STORE: 3.0}
 PROMPT_TOKENS: Final = 1500
 # Whole blocks, and not all of the prompt.
 _PREFIX_TOKENS = 1488
-_OUTPUT_TOKENS = 16
+_OUTPUT_TOKENS = 32
 _BLOCK_TOKENS = 16
 # What keeps the other worker busy: sequences of one request, so that all are in one place.
-_BUSY_SEQUENCES = 8
+_BUSY_SEQUENCES = 16
 _BUSY_TOKENS = 4000
 _SPARE_SAMPLES = 2
 # In which the index learns of a prefix.
