@@ -24,16 +24,17 @@ VOCAB_SIZE = 12
 # found in a cache.
 WINDOW = 8
 NUM_LAYERS = 2
-PROMPT_TOKENS = 600
+PROMPT_TOKENS = 300
 SUFFIX = [5, 3, 11, 7, 2, 9, 1, 8, 4, 10, 6, 3, 7, 1, 5, 2]
-NUM_TOKENS = 5
+# Enough for rounds behind those that the drafter takes to catch up.
+NUM_TOKENS = 9
 GAMMA = 3
 SEQUENCES_A_REQUEST = 8
-NUM_REQUESTS = 300
+NUM_REQUESTS = 200
 CONCURRENT_REQUESTS = 2
 BLOCK_SIZE = 16
 NUM_BLOCKS = NUM_REQUESTS * PROMPT_TOKENS // BLOCK_SIZE + 2048
-FILTERS = Filters(1.0, top_k=6)
+FILTERS = Filters(1.0, top_k=4)
 SIGNIFICANCE = 1e-6
 
 

@@ -60,10 +60,13 @@ def exact(target: Path, prompt: Sequence[int], num_tokens: int, filters: Filters
             conditional = filters.warpers()(paths, logits).double().softmax(-1)
         joint = weights[:, None] * conditional
         if position > 0:
-            pairs.append(joint.reshape(-1, size, size).sum(0).numpy())
+            both = torch.zeros(size, size, dtype=torch.float64).index_add_(0, paths[:, -1], joint)
+            pairs.append(both.numpy())
         tokens = torch.arange(size).repeat(len(paths))[:, None]
         paths = torch.cat([paths.repeat_interleave(size, 0), tokens], 1)
         weights = joint.flatten()
+        # Many filters leave few of them.
+        paths, weights = paths[weights > 0], weights[weights > 0]
     return pairs
 
 
