@@ -13,7 +13,8 @@ class Machine:
 
     `shared_costs`: those of a step that begins while another worker is in one, if all workers are on one machine and so
     share its memory and cores; None: they do not.
-    `attention_seconds`: what a step takes more for each token that one of its tokens attends to; `costs` are without.
+    What a step takes more, `costs` being without: `attention_seconds` for each token that one of a prompt attends to,
+    `context_seconds` for each that a stream that decodes does.
     `latency_seconds`: from the client to the worker and back, with the router's work on a request in between.
     `longest_run`: steps simulated at once, at most; any number gives the same result, but that in a run contexts do not
     grow for attention.
@@ -26,6 +27,7 @@ class Machine:
     block_size: int = 16
     shared_costs: StepCosts | None = None
     attention_seconds: float = 0.0
+    context_seconds: float = 0.0
     latency_seconds: float = 0.0
     longest_run: int = 1 << 40
 

@@ -196,9 +196,12 @@ class Worker:
         self.running = True
         self.version += 1
         self._began = now
-        attended = self._decoding.context_tokens + sum(chunk.num_attended for chunk in self._chunks)
-        seconds = (self._shared_seconds if shared else self._seconds)[self._step_tokens]
-        self._step_seconds = seconds + self.machine.attention_seconds * attended
+        machine = self.machine
+        self._step_seconds = (
+            (self._shared_seconds if shared else self._seconds)[self._step_tokens]
+            + machine.attention_seconds * sum(chunk.num_attended for chunk in self._chunks)
+            + machine.context_seconds * self._decoding.context_tokens
+        )
         self._num_settled = 1
         # Room made by a preemption may let something in before the next step.
         self._num_run = 1 if self._chunks or made_room or self.in_turns else self._run_length()

@@ -37,7 +37,7 @@ INFO = worker_pb2.WorkerInfo(
     block_bytes=16_000,
     step_costs=[worker_pb2.StepCost(num_tokens=tokens, seconds=2 * seconds) for tokens, seconds in COSTS],
 )
-MODEL = Model(INFO, Calibration(COSTS, 0.0, 0.0), TransferCosts(0.002, 1e9))
+MODEL = Model(INFO, Calibration(COSTS, 0.0, 0.0, 0.0), TransferCosts(0.002, 1e9))
 
 
 def served(request: Request, first: float, *gaps: float, cached: int = 0) -> Served:

@@ -93,12 +93,12 @@ def test_a_hand_over_delays_the_second_token_and_not_the_first() -> None:
 
 
 def test_attention_costs_what_is_attended_to() -> None:
-    machine = replace(MACHINE, attention_seconds=1e-6, longest_run=1)
+    machine = replace(MACHINE, attention_seconds=1e-6, context_seconds=5e-6, longest_run=1)
     outcomes = run([Request(0.0, 600, 4)], machine=machine)
     # Whatever the chunks, every token of the prompt attends to itself and to those before it.
     assert outcomes.ttft[0] == pytest.approx(step(512) + step(88) + 1e-6 * 600 * 601 / 2)
     gaps = sorted(outcomes.inter_token)
-    assert gaps == pytest.approx([step(1) + 1e-6 * context for context in (600, 601, 602)], abs=1e-9)
+    assert gaps == pytest.approx([step(1) + 5e-6 * context for context in (600, 601, 602)], abs=1e-9)
 
 
 def test_workers_of_one_machine_slow_each_other_down() -> None:

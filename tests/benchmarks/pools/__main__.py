@@ -29,6 +29,7 @@ from tests.benchmarks.pools.routing import measure_routing
 from tests.benchmarks.pools.simulation import measure_models
 from tests.benchmarks.pools.transfer import measure_transfers, transfer_costs
 
+_LEAST_WIDTH = 110
 _LETTERS = "abcde"
 # Those that are simulated.
 _SERVED = "ade"
@@ -60,7 +61,9 @@ def main() -> None:
         results = asyncio.run(_measure(options.only, options.repeats, scale, _tell()))
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench-pools: {error}")
-    Console().print(render(results, machine))
+    # Tables are wider than what a pipe is taken for.
+    console = Console()
+    Console(width=max(console.width, _LEAST_WIDTH)).print(render(results, machine))
     chosen = {"only": options.only, "repeats": options.repeats, "quick": options.quick}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(to_json(results, machine, chosen), indent=2) + "\n")

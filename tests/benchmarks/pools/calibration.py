@@ -12,20 +12,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TypeAlias
 
 from outrider.v1 import inference_pb2_grpc
 
 from services.simulator.workload import Request
+from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.pools.trace import Served, play
 from tests.benchmarks.prompts import Prompts
 
 _STREAMS = (1, 2, 4, 8, 16)
-_STREAM_TOKENS = 32
-_STREAM_PROMPT = 16
-# Tokens of each stream that are left out at both ends: others still begin then, or have ended.
-_MARGIN = 4
+_STREAM_TOKENS = 48
+# Prompts of streams: as good as none, and ones that show what their contexts cost.
+_SHORT, _LONG = 16, 256
+_LONG_STREAMS = 8
 _CHUNKS = (64, 128, 256, 512, 1024, 1536)
 # The price of attention is seen on so many tokens behind so many others that are cached.
 _TAIL, _PREFIX = 256, 1536
@@ -39,55 +41,52 @@ Costs: TypeAlias = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a worker's steps take, in seconds: `costs` by the tokens in them, without any context, and
-    `attention_seconds` more for each token that one of them attends to.
+    """What a worker's steps take, in seconds: `costs` by the tokens in them, without any context, and more for what
+    they attend to: `attention_seconds` for each token that one of a prompt does, `context_seconds` for each that one of
+    a stream does.
 
     `latency_seconds`: of a request's first token, beside the step it is computed in.
     """
 
     costs: Costs
     attention_seconds: float
+    context_seconds: float
     latency_seconds: float
 
 
 async def calibrate(
-    stub: inference_pb2_grpc.InferenceAsyncStub,
-    prompts: Prompts,
-    max_batch_tokens: int,
-    turns: int,
-    attention_seconds: float | None = None,
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, max_batch_tokens: int, turns: int
 ) -> Calibration:
     """Measures the one worker behind `stub`, which is to have nothing else to do; medians of so many turns.
 
-    With `attention_seconds` that is not measured. Raises BenchmarkError if a stream fails.
+    Raises BenchmarkError if a stream fails.
     """
     chunks = [size for size in _CHUNKS if size <= max_batch_tokens]
-    singles, decodes, prefills, tails = [], [], [], []
+    singles, tails, decodes, long_decodes, prefills = [], [], [], [], []
     for _ in range(turns):
         singles.append(await _first_token(stub, prompts(1)))
-        decodes.append([await _step_of(stub, prompts, count) for count in _STREAMS])
+        decodes.append([await _step_of(stub, prompts, count, _SHORT) for count in _STREAMS])
+        long_decodes.append(await _step_of(stub, prompts, _LONG_STREAMS, _LONG))
         prefills.append([await _first_token(stub, prompts(size)) for size in chunks])
-        if attention_seconds is None:
-            prefix = prompts(_PREFIX)
-            await _first_token(stub, prefix)
-            tails.append(await _first_token(stub, prefix + prompts(_TAIL)))
+        prefix = prompts(_PREFIX)
+        await _first_token(stub, prefix)
+        tails.append(await _first_token(stub, prefix + prompts(_TAIL)))
     step = dict(zip(_STREAMS, map(median, zip(*decodes, strict=True)), strict=True))
     prefill = dict(zip(chunks, map(median, zip(*prefills, strict=True)), strict=True))
-    attention = attention_seconds
-    if attention is None:
-        attention = max(0.0, (median(tails) - prefill[_TAIL]) / (_TAIL * _PREFIX))
-    context = _STREAM_PROMPT + _STREAM_TOKENS / 2
+    attention = max(0.0, (median(tails) - prefill[_TAIL]) / (_TAIL * _PREFIX))
+    context = max(0.0, (median(long_decodes) - step[_LONG_STREAMS]) / (_LONG_STREAMS * (_LONG - _SHORT)))
     latency = max(0.0, median(singles) - step[1])
-    costs = [(count, seconds - attention * count * context) for count, seconds in step.items()]
+    num_attended = _SHORT + _STREAM_TOKENS / 2
+    costs = [(count, seconds - context * count * num_attended) for count, seconds in step.items()]
     costs += [(size, seconds - latency - attention * size * (size + 1) / 2) for size, seconds in prefill.items()]
-    return Calibration(tuple(costs), attention, latency)
+    return Calibration(tuple(costs), attention, context, latency)
 
 
 @asynccontextmanager
 async def busy(stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts) -> AsyncIterator[None]:
     """Streams decode on the worker behind `stub` meanwhile. Raises BenchmarkError if they end."""
-    requests = [Request(0.0, _STREAM_PROMPT, _ENDLESS)] * _BUSY_STREAMS
-    texts = [prompts(_STREAM_PROMPT) for _ in requests]
+    requests = [Request(0.0, _SHORT, _ENDLESS)] * _BUSY_STREAMS
+    texts = [prompts(_SHORT) for _ in requests]
     running = asyncio.create_task(_play(stub, requests, texts))
     try:
         yield
@@ -101,11 +100,21 @@ async def _first_token(stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list
     return served.token_times[0]
 
 
-async def _step_of(stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, count: int) -> float:
-    """Seconds from one token to the next of so many streams that decode together."""
-    requests = [Request(0.0, _STREAM_PROMPT, _STREAM_TOKENS)] * count
-    served = await _play(stub, requests, [prompts(_STREAM_PROMPT) for _ in requests])
-    return median(gap for each in served for gap in each.gaps[_MARGIN:-_MARGIN])
+async def _step_of(stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Prompts, count: int, num_tokens: int) -> float:
+    """Seconds from one token to the next while so many streams decode, behind prompts of so many tokens."""
+    requests = [Request(0.0, num_tokens, _STREAM_TOKENS)] * count
+    served = await _play(stub, requests, [prompts(num_tokens) for _ in requests])
+    # While all of them do.
+    begin, end = max(each.token_times[0] for each in served), min(each.token_times[-1] for each in served)
+    gaps = [
+        after - before
+        for each in served
+        for before, after in pairwise(each.token_times)
+        if before >= begin and after <= end
+    ]
+    if not gaps:
+        raise BenchmarkError(f"{count} streams did not run together")
+    return median(gaps)
 
 
 async def _play(

@@ -60,7 +60,7 @@ class Model:
     def compare(self, run: Run, numbers: Numbers) -> list[Comparison]:
         """Each of these numbers, on the very trace that was served."""
         live, simulated = run.outcomes, self._simulate(run, self.calibration, self.shared_costs)
-        from_warm_up = self._simulate(run, Calibration(self.at_warm_up, 0.0, 0.0), None)
+        from_warm_up = self._simulate(run, Calibration(self.at_warm_up, 0.0, 0.0, 0.0), None)
         return [
             Comparison(run.name, what, number(live), number(simulated), number(from_warm_up))
             for what, number in numbers.items()
@@ -86,6 +86,7 @@ class Model:
             self.info.block_size,
             StepCosts(shared_costs) if shared_costs is not None else None,
             calibration.attention_seconds,
+            calibration.context_seconds,
             calibration.latency_seconds,
             _LONGEST_RUN,
         )
@@ -113,6 +114,6 @@ async def measure_models(pair: Pair, transfer: TransferCosts, turns: int, on_ste
         alone = await calibrate(one, pair.prompts, most, turns)
         on_step("steps of one thread beside a busy worker")
         async with busy(other, pair.prompts):
-            beside = await calibrate(one, pair.prompts, most, turns, alone.attention_seconds)
+            beside = await calibrate(one, pair.prompts, most, turns)
         models[COLOCATED.num_threads] = Model(info, alone, transfer, beside.costs)
     return models
