@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from tests.benchmarks.pools.results import Results
 from tests.benchmarks.pools.results import rows_of as rows_of_runs
 from tests.benchmarks.pools.run import Run
 from tests.benchmarks.pools.setup import APART, COLOCATED, Setup
-from tests.benchmarks.pools.simulation import Model
+from tests.benchmarks.pools.simulation import Comparison, Model
 from tests.benchmarks.pools.trace import Served, draw_prompts, outcomes_of
 from tests.benchmarks.pools.transfer import COPY, NUM_BLOCKS, RAW, Rate, TransferCosts, transfer_costs
 from tests.benchmarks.prompts import random_prompts
@@ -214,3 +215,9 @@ def test_rows_are_medians_over_repeats() -> None:
 
     rows = rows_of_runs(PARTS["d"], [[run(1.0)], [run(5.0)], [run(2.0)]])
     assert rows["policy"]["TTFT mean"] == pytest.approx(2.0)
+
+
+def test_nothing_is_as_much_as_nothing() -> None:
+    assert Comparison("1 both", "goodput", 0.0, 0.0, 0.0).ratio == 1.0
+    assert math.isnan(Comparison("1 both", "goodput", 0.0, 1.0, 1.0).ratio_from_warm_up)
+    assert Comparison("1 both", "goodput", 2.0, 1.0, 3.0).ratio_from_warm_up == 1.5

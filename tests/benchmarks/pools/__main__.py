@@ -61,12 +61,12 @@ def main() -> None:
         results = asyncio.run(_measure(options.only, options.repeats, scale, _tell()))
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench-pools: {error}")
-    # Tables are wider than what a pipe is taken for.
-    console = Console()
-    Console(width=max(console.width, _LEAST_WIDTH)).print(render(results, machine))
     chosen = {"only": options.only, "repeats": options.repeats, "quick": options.quick}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(to_json(results, machine, chosen), indent=2) + "\n")
+    # Tables are wider than what a pipe is taken for.
+    console = Console()
+    Console(width=max(console.width, _LEAST_WIDTH)).print(render(results, machine))
     print(f"Every number: {options.json}")
 
 

@@ -199,7 +199,7 @@ def _simulated(compared: Sequence[tuple[str, Sequence[Comparison]]]) -> Table:
             _show(each.what, each.live),
             _show(each.what, each.simulated),
             f"{each.ratio:.2f}",
-            f"{each.from_warm_up / each.live:.2f}",
+            f"{each.ratio_from_warm_up:.2f}",
             "" if abs(each.ratio - 1) <= MOST_ERROR else "off",
         )
     return table

@@ -42,7 +42,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        return self.simulated / self.live if self.live else math.nan
+        """Simulated over measured."""
+        return _ratio(self.simulated, self.live)
+
+    @property
+    def ratio_from_warm_up(self) -> float:
+        return _ratio(self.from_warm_up, self.live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +122,10 @@ async def measure_models(pair: Pair, transfer: TransferCosts, turns: int, on_ste
             beside = await calibrate(one, pair.prompts, most, turns)
         models[COLOCATED.num_threads] = Model(info, alone, transfer, beside.costs)
     return models
+
+
+def _ratio(simulated: float, live: float) -> float:
+    """Nothing is as much as nothing; NaN: there is something where there should be none."""
+    if live == 0:
+        return 1.0 if simulated == 0 else math.nan
+    return simulated / live
