@@ -80,7 +80,7 @@ class StoredPrefixes:
 
         Raises TransferFailed if something is missing and nothing came.
         """
-        began, num_blocks = time.monotonic(), 0
+        num_blocks = 0
         missing = kv_import.block_hashes[kv_import.num_held :]
         try:
             async with self._places:

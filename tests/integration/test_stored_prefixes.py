@@ -134,6 +134,19 @@ async def until_stored(redis: RedisServer, num_blocks: int) -> None:
         await client.aclose()
 
 
+def hold_copies(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Blocks are copied only once this is set."""
+    go_on = threading.Event()
+    read = worker.engine.pool.read_block
+
+    def held(block: int) -> bytes:
+        go_on.wait()
+        return read(block)
+
+    monkeypatch.setattr(worker.engine.pool, "read_block", held)
+    return go_on
+
+
 async def test_what_one_worker_computed_another_need_not(redis: RedisServer) -> None:
     async with worker(redis.url) as first, worker(redis.url) as second:
         await keep(first, PROMPT)
@@ -224,14 +237,7 @@ async def test_a_fetch_that_is_given_up_leaves_nothing(redis: RedisServer, monke
 
 async def test_no_more_than_a_share_of_the_pool_is_held(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker(redis.url, num_blocks=64) as first:
-        go_on = threading.Event()
-        read = first.engine.pool.read_block
-
-        def slow(block: int) -> bytes:
-            go_on.wait()
-            return read(block)
-
-        monkeypatch.setattr(first.engine.pool, "read_block", slow)
+        go_on = hold_copies(first, monkeypatch)
         await first.compute(sequence_of(PROMPT))
         await first.compute(sequence_of([5, *PROMPT]))
         assert (await first.loop.ask(first.engine.blocks.counts)).owned == 4, "a sixteenth of the pool"
@@ -245,14 +251,7 @@ async def test_what_the_pool_needs_before_its_turn_is_not_kept(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with worker(redis.url, num_blocks=16) as first:
-        go_on = threading.Event()
-        read = first.engine.pool.read_block
-
-        def slow(block: int) -> bytes:
-            go_on.wait()
-            return read(block)
-
-        monkeypatch.setattr(first.engine.pool, "read_block", slow)
+        go_on = hold_copies(first, monkeypatch)
         await first.compute(sequence_of(PROMPT))
         for number in range(4):
             await first.compute(sequence_of([number, *PROMPT]))
