@@ -92,7 +92,9 @@ class Service:
         stream = Stream(request, next(self._arrivals), machine.block_size)
         route = self.routing.place(request, now)
         worker = route.decode if route.prefill is None else route.prefill
-        held = min(worker.blocks.depth(request.prefix_id), stream.prefix_blocks) * machine.block_size
+        held = min(worker.depth(request.prefix_id), stream.prefix_blocks) * machine.block_size
+        # A fetch keeps no order: who comes next may be computed before it ends.
+        stream.coming_blocks = stream.prefix_blocks if route.source is None else 0
         worker.expect(stream, held + route.fetch_tokens)
         if worker is not route.decode:
             stream.destination = route.decode

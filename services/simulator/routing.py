@@ -88,7 +88,9 @@ class ByPolicy(Routing):
     def view(self, worker: Worker, request: Request, now: float) -> WorkerView:
         """What the router would know of the worker."""
         block_size = worker.machine.block_size
-        num_prefix_blocks = min(worker.blocks.depth(request.prefix_id), request.prefix_tokens // block_size)
+        most = request.prefix_tokens // block_size
+        num_prefix_blocks = min(worker.blocks.depth(request.prefix_id), most)
+        num_coming_blocks = min(worker.coming.depth(request.prefix_id), most)
         return WorkerView(
             worker.worker_id,
             worker.role,
@@ -100,6 +102,7 @@ class ByPolicy(Routing):
             worker.backlog_tokens,
             worker.kv_usage(now),
             num_prefix_blocks * block_size,
+            num_coming_blocks * block_size,
         )
 
     def ended(self, request: Request) -> None:

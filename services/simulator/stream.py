@@ -23,12 +23,22 @@ class Stream:
     """A request on its way; what its worker keeps of it stands here.
 
     `order`: its turn; it keeps it when it is preempted. `num_context`: tokens whose KV it needs before it decodes;
-    `num_left`: those of them still to be computed, as far as is known. `num_generated`: tokens of output before it
+    `num_left`: those of them still to be computed, as far as is known. `coming_blocks`: blocks of its prefix that who
+    comes next will find where it is prefilled. `num_generated`: tokens of output before it
     began to decode here, at step `join_step`. `destination`: the worker that is to decode it, if that is another.
     """
 
     __slots__ = (
-        *("destination", "end_step", "first_token_at", "hold", "join_step", "last_token_at", "num_context"),
+        *(
+            "coming_blocks",
+            "destination",
+            "end_step",
+            "first_token_at",
+            "hold",
+            "join_step",
+            "last_token_at",
+            "num_context",
+        ),
         *("num_generated", "num_left", "order", "prefix_blocks", "request"),
     )
 
@@ -36,6 +46,7 @@ class Stream:
         self.request = request
         self.order = order
         self.prefix_blocks = request.prefix_tokens // block_size
+        self.coming_blocks = 0
         self.num_context = request.num_prompt_tokens
         self.num_left = 0
         self.num_generated = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.simulator.blocks import Blocks
+from services.simulator.coming import Coming
 from services.simulator.decoding import Decoding
 from services.simulator.machine import Machine
 from services.simulator.stream import Hold, Stream
@@ -58,11 +59,11 @@ class Worker:
     def __init__(
         self, worker_id: str, role: Role, machine: Machine, changed: Callable[[str, str, int, int], None]
     ) -> None:
-        """`changed`: told which prefix is as deep as what here now: prefix, worker, blocks before and after."""
+        """`changed`: told how deep a prefix is here, or is coming to be: prefix, worker, blocks before and after."""
         self.worker_id, self.role, self.machine = worker_id, role, machine
-        self.blocks = Blocks(
-            machine.num_blocks, lambda prefix_id, before, after: changed(prefix_id, worker_id, before, after)
-        )
+        self.blocks = Blocks(machine.num_blocks, self._held_changed)
+        self.coming = Coming()
+        self._changed = changed
         self.running = False
         # Another model on the same machine has its turn after each step: runs are of one step.
         self.in_turns = False
@@ -104,6 +105,10 @@ class Worker:
         """Streams past their first token, those being handed over to here included."""
         return len(self._decoding) + self.num_incoming
 
+    def depth(self, prefix_id: str | None) -> int:
+        """Leading blocks of the prefix that are here, or will be when the streams that wait have their first token."""
+        return max(self.blocks.depth(prefix_id), self.coming.depth(prefix_id))
+
     def kv_usage(self, now: float) -> float:
         """Share of the blocks owned, or promised to what is handed over."""
         self._settle(self._num_begun(now))
@@ -113,6 +118,7 @@ class Worker:
         """The stream is sent here to be prefilled; so many of its tokens are thought to be here by then."""
         stream.num_left = max(1, stream.num_context - num_cached)
         self.num_waiting += 1
+        self._change_coming(stream, self.coming.add)
         self.backlog_tokens += stream.num_left
 
     def expect_hand_over(self, stream: Stream) -> None:
@@ -241,6 +247,7 @@ class Worker:
         assert not any((self._prefilling, self._waiting, self._offered, self._ready, self._num_pulling))
         assert not any((self.num_waiting, self.backlog_tokens, self.num_incoming, self.incoming_blocks))
         self._decoding.check_empty()
+        self.coming.check_empty()
         assert not self.blocks.num_owned
         self.blocks.check()
 
@@ -249,6 +256,7 @@ class Worker:
     def _first_token(self, stream: Stream, now: float, outcome: Outcome) -> None:
         """The stream's prompt, or after a preemption all that it had, is computed."""
         self.num_waiting -= 1
+        self._change_coming(stream, self.coming.remove)
         if stream.num_generated:
             self.gaps[now - stream.last_token_at] += 1
         else:
@@ -311,6 +319,21 @@ class Worker:
             stream.hold.of_prefix = True
             self.blocks.own(prefix_id)
         stream.hold.num_blocks -= self.blocks.extend(prefix_id, depth)
+
+    def _held_changed(self, prefix_id: str, before: int, after: int) -> None:
+        self._tell(prefix_id, max(before, self.coming.depth(prefix_id)))
+
+    def _change_coming(self, stream: Stream, change: Callable[[str, int], None]) -> None:
+        prefix_id = stream.request.prefix_id
+        if prefix_id is not None and stream.coming_blocks:
+            before = self.depth(prefix_id)
+            change(prefix_id, stream.coming_blocks)
+            self._tell(prefix_id, before)
+
+    def _tell(self, prefix_id: str, before: int) -> None:
+        """The prefix was so deep here, or coming to be."""
+        if (after := self.depth(prefix_id)) != before:
+            self._changed(prefix_id, self.worker_id, before, after)
 
     def _make_room(self) -> bool:
         """Takes blocks for the next step's tokens of all that decode; whether the youngest had to go for that."""

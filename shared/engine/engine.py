@@ -81,6 +81,8 @@ class Engine:
             raise StartupError(
                 f"{num_blocks} KV blocks cannot be had on {model.device}: lower num_blocks or kv_cache_gib"
             ) from error
+        if settings.num_blocks is not None or settings.kv_cache_gib is not None:
+            _commit(pool)
         host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
         self.blocks = BlockPool(num_blocks, host)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
@@ -209,6 +211,19 @@ def _blocks_that_fit(model: CausalLM, settings: EngineSettings, sample: Sampler)
         )
     # More than all sequences could ever hold is of no use.
     return min(num_bytes // block_bytes, max(2, settings.max_sequences * -(-max_context // settings.block_size)))
+
+
+def _commit(pool: KVPool) -> None:
+    """What a setting asks for is taken at once, as far as there is so much. Raises StartupError if there is not."""
+    if pool.data.is_cuda:
+        return  # taken when it was made
+    needed, available = pool.data.nbytes, available_memory()
+    if needed > available:
+        raise StartupError(
+            f"{pool.num_blocks} KV blocks take {needed / 2**30:.3f} GiB, and {available / 2**30:.3f} are free: "
+            "lower num_blocks or kv_cache_gib"
+        )
+    pool.commit()
 
 
 def _run_largest_step(model: CausalLM, settings: EngineSettings, sample: Sampler, max_context: int) -> None:

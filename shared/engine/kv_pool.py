@@ -33,7 +33,8 @@ class KVShape(NamedTuple):
 class KVPool:
     """`[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, zeroed; 2 is key, value.
 
-    Block b is the contiguous range `data[b]`: one transfer descriptor, one stored value, one wire chunk.
+    Block b is the contiguous range `data[b]`: one transfer descriptor, one stored value, one wire chunk. In RAM a page
+    becomes real when it is first written, or with `commit`.
     """
 
     def __init__(
@@ -73,8 +74,12 @@ class KVPool:
         """
         if len(payload) != self.block_num_bytes:
             raise ValueError(f"a block has {self.block_num_bytes} bytes, the payload {len(payload)}")
-        incoming = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self.data.dtype)
-        self.data[block].copy_(incoming.view(self.data[block].shape))
+        incoming, place = np.frombuffer(payload, dtype=np.uint8), self.data[block].view(-1).view(torch.uint8)
+        if place.is_cuda:
+            # A copy of its own: torch wants memory that could be written to.
+            place.copy_(torch.from_numpy(incoming.copy()))
+        else:
+            place.numpy()[:] = incoming
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any is written."""
@@ -91,6 +96,14 @@ class KVPool:
         """Rows in layer 0 of the keys, then of the values, of these blocks (any shape, flattened); see `gather`."""
         keys = blocks.reshape(-1) * (self.shape.num_layers * 2)
         return torch.cat([keys, keys + 1])
+
+    def commit(self) -> None:
+        """Takes all of the memory now. What is in it is lost.
+
+        A first write to a page waits for the system to find one: steps, and even more so blocks that come from other
+        workers, are slower by that until every block was in use once.
+        """
+        self.data.zero_()
 
     def write(self, layer: int, first_slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `[T, num_kv_heads, key/value_head_dim]` at the slots of T tokens.

@@ -36,12 +36,14 @@ class EngineSettings(ServiceSettings):
     block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(
         default=16, description="Token positions in a KV block, a power of two from 8 to 256."
     )
-    num_blocks: int | None = Field(default=None, ge=2, description="KV blocks; unset: as many as kv_cache_gib holds.")
+    num_blocks: int | None = Field(
+        default=None, ge=2, description="KV blocks, taken at start; unset: as many as kv_cache_gib holds."
+    )
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
-        description="Memory for the KV cache, in GiB; unset: what memory_share leaves of a CUDA device beside weights "
-        "and a step, or on CPU half that share of free RAM, at most 4.",
+        description="Memory for the KV cache, in GiB, taken at start; unset: what memory_share leaves of a CUDA device "
+        "beside weights and a step, or on CPU half that share of free RAM, at most 4, as it comes to be used.",
     )
     memory_share: float = Field(
         default=0.9,

@@ -13,7 +13,8 @@ tokens. With r tokens of our prompt left to compute:
     harm  = n (T(r) - ceil(r / c) s(n)) + n (O - 1) (s(n + 1) - s(n))
     delay = hand-off + (O - 1) (s(n + 1) - the least s(1) of any), and what being preempted would take
 
-for O tokens of output. So a prefix is followed as long as it is worth the queue before it, copied to a second worker
+for O tokens of output. A prefix that a worker is computing for somebody else counts as held there: those tokens are
+ahead of ours already. So a prefix is followed as long as it is worth the queue before it, copied to a second worker
 (fetched or computed again, whichever is sooner) when it is not, and a long prompt leaves a busy decode worker alone.
 """
 
@@ -63,7 +64,7 @@ class WorkerView(NamedTuple):
     `num_decoding`: sequences past their first token, those being handed over to it included; `num_waiting`: those
     without one yet, whose prompts have `backlog_tokens` together that were sent and are not computed. `kv_usage`: share
     of its room for `kv_tokens` tokens that sequences own, 0 to 1. `prefix_tokens`: leading tokens of this prompt whose
-    KV it holds.
+    KV it holds; `coming_tokens`: that it will hold when those ahead are computed.
     """
 
     worker_id: str
@@ -76,6 +77,12 @@ class WorkerView(NamedTuple):
     backlog_tokens: int = 0
     kv_usage: float = 0.0
     prefix_tokens: int = 0
+    coming_tokens: int = 0
+
+    @property
+    def held_tokens(self) -> int:
+        """Leading tokens that it holds by the turn of this prompt."""
+        return max(self.prefix_tokens, self.coming_tokens)
 
 
 class Plan(NamedTuple):
@@ -316,7 +323,7 @@ def _prefill(
     request: Request, worker: WorkerView, speed: _Speed, sources: Sequence[WorkerView], rates: TransferRates
 ) -> _Prefill:
     """The best way: with what the worker holds, or with a longer prefix fetched first, from `sources` or the store."""
-    here, held = worker.worker_id, worker.prefix_tokens
+    here, held = worker.worker_id, worker.held_tokens
     # The last token is always computed: its logits are what the first of the output is drawn from.
     most = request.num_tokens - 1
 
@@ -357,7 +364,7 @@ class _Join:
         self.room_seconds = 0.0
         # Who waits there has been promised blocks, too.
         num_taken = worker.kv_usage * worker.kv_tokens + worker.backlog_tokens
-        missing = request.num_tokens - worker.prefix_tokens + num_steps - (worker.kv_tokens - num_taken)
+        missing = request.num_tokens - worker.held_tokens + num_steps - (worker.kv_tokens - num_taken)
         if missing > 0:
             # The streams there are taken to last as long as this one, and to hold as much as each other.
             num_streams = max(1, speed.num_streams)

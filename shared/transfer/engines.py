@@ -9,7 +9,8 @@ from shared.engine.kv_pool import KVPool
 from shared.settings import StartupError
 from shared.transfer.engine import TransferEngine, TransferFailed
 from shared.transfer.grpc import GrpcEngine
-from shared.transfer.nixl import NixlEngine, nixl_available
+from shared.transfer.nixl.engine import NixlEngine
+from shared.transfer.nixl.library import nixl_available
 
 logger = logging.getLogger(__name__)
 

@@ -52,30 +52,48 @@ class GrpcPeer(TransferPeer):
             await self._read(transfer_pb2_grpc.TransferStub(channel), fetch_id, reads)
 
     async def _read(self, stub: Any, fetch_id: bytes, reads: Sequence[BlockRead]) -> None:
-        size = self._pool.block_num_bytes
-        destinations = iter([read.destination for read in reads])
+        incoming = _Incoming(self._pool, [read.destination for read in reads])
         blocks = [read.source for read in reads]
-        received = bytearray()
         call = stub.Read(transfer_pb2.ReadRequest(fetch_id=fetch_id, blocks=blocks))
         try:
             async for chunk in call:
-                if zlib.crc32(chunk.payload) != chunk.checksum:
-                    raise TransferFailed("a chunk came with another checksum than its own")
-                received += chunk.payload
-                whole = [bytes(received[at : at + size]) for at in range(0, len(received) - size + 1, size)]
-                del received[: len(whole) * size]
-                places = [next(destinations, None) for _ in whole]
-                if None in places:
-                    raise TransferFailed(f"more came than the {len(reads)} blocks asked for")
                 # To its end also when we are cancelled: nothing may be written to the pool later.
-                await finish(asyncio.to_thread(self._write, [place for place in places if place is not None], whole))
+                await finish(asyncio.to_thread(incoming.take_in, chunk))
         except grpc.aio.AioRpcError as error:
             raise TransferFailed(f"{error.code().name}: {error.details()}") from error
         finally:
             call.cancel()
-        if received or next(destinations, None) is not None:
-            raise TransferFailed(f"less came than the {len(reads)} blocks of {size} bytes asked for")
+        incoming.end()
 
-    def _write(self, blocks: Sequence[int], payloads: Sequence[bytes]) -> None:
-        for block, payload in zip(blocks, payloads, strict=True):
-            self._pool.write_block(block, payload)
+
+class _Incoming:
+    """Chunks, put together to blocks and written to their places in the pool."""
+
+    def __init__(self, pool: KVPool, destinations: Sequence[int]) -> None:
+        self._pool = pool
+        self._destinations = destinations
+        self._num_written = 0
+        # The beginning of the next block.
+        self._rest = b""
+
+    def take_in(self, chunk: transfer_pb2.BlockChunk) -> None:
+        """Megabytes are gone through: not for the event loop. Raises TransferFailed."""
+        payload, size = chunk.payload, self._pool.block_num_bytes
+        if zlib.crc32(payload) != chunk.checksum:
+            raise TransferFailed("a chunk came with another checksum than its own")
+        content = memoryview(self._rest + payload if self._rest else payload)
+        num_whole = len(content) // size
+        if self._num_written + num_whole > len(self._destinations):
+            raise TransferFailed(f"more came than the {len(self._destinations)} blocks asked for")
+        for place in range(num_whole):
+            block = self._destinations[self._num_written]
+            self._pool.write_block(block, content[place * size : (place + 1) * size])
+            self._num_written += 1
+        self._rest = bytes(content[num_whole * size :])
+
+    def end(self) -> None:
+        """Nothing more comes. Raises TransferFailed if it is not all."""
+        if self._rest or self._num_written < len(self._destinations):
+            raise TransferFailed(
+                f"less came than the {len(self._destinations)} blocks of {self._pool.block_num_bytes} bytes asked for"
+            )

@@ -109,9 +109,10 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             offer.renew()
 
     def _chunks(self, blocks: Sequence[int]) -> list[transfer_pb2.BlockChunk]:
-        content = memoryview(b"".join(self._pool.read_block(block) for block in blocks))
+        content = b"".join(self._pool.read_block(block) for block in blocks)
+        # As a rule one, of as many blocks as fit; only a larger block is cut.
         cuts = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
-        return [transfer_pb2.BlockChunk(payload=bytes(cut), checksum=zlib.crc32(cut)) for cut in cuts]
+        return [transfer_pb2.BlockChunk(payload=cut, checksum=zlib.crc32(cut)) for cut in cuts]
 
     def _loaded(self) -> Offers:
         if self._offers is None:

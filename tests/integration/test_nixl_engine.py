@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from shared.engine.kv_pool import KVPool, KVShape
-from shared.transfer import nixl
 from shared.transfer.engine import BlockRead, TransferFailed
-from shared.transfer.nixl import NixlEngine, nixl_available
+from shared.transfer.nixl import peer as nixl_peer
+from shared.transfer.nixl.engine import NixlEngine
+from shared.transfer.nixl.library import nixl_available
 
 pytestmark = pytest.mark.timeout(120)
 needs_nixl = pytest.mark.skipif(not nixl_available(), reason="nixl cannot be imported: install outrider[nixl]")
@@ -160,7 +161,7 @@ async def test_blocks_come_to_their_places_as_they_are(dtype: torch.dtype, start
 @needs_nixl
 async def test_a_read_of_many_parts(monkeypatch: pytest.MonkeyPatch, shared_worker: Worker, reader: Reader) -> None:
     pool = new_pool()
-    monkeypatch.setattr(nixl, "_PART_BYTES", 3 * pool.block_num_bytes + 1)
+    monkeypatch.setattr(nixl_peer, "_PART_BYTES", 3 * pool.block_num_bytes + 1)
     peer = await reader(pool).peer("worker:1", shared_worker.metadata)
     await peer.read(b"", ALL)
     assert_read(shared_worker.pool, pool, ALL)
@@ -271,7 +272,7 @@ async def test_a_stopped_worker_can_be_read_from(start: Start, reader: Reader) -
 async def test_a_worker_that_does_not_answer_at_first(
     monkeypatch: pytest.MonkeyPatch, start: Start, reader: Reader
 ) -> None:
-    monkeypatch.setattr(nixl, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(nixl_peer, "_CONNECT_SECONDS", 0.5)
     worker, pool = start(), new_pool()
     engine = reader(pool)
     worker.send_signal(signal.SIGSTOP)
@@ -315,7 +316,7 @@ async def test_peers_not_read_from_are_forgotten(
     await idle.read(b"", ALL)
     await engine.peer("worker:2", other.metadata)
     await idle.read(b"", ALL)
-    monkeypatch.setattr(nixl, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(nixl_peer, "_IDLE_SECONDS", 0.0)
     await engine.peer("worker:2", other.metadata)
     with pytest.raises(TransferFailed, match="given up"):
         await idle.read(b"", ALL)
@@ -330,7 +331,7 @@ async def test_peers_not_read_from_are_forgotten(
 @needs_nixl
 async def test_cancelled_in_mid_read(monkeypatch: pytest.MonkeyPatch, shared_worker: Worker, reader: Reader) -> None:
     pool = new_pool()
-    monkeypatch.setattr(nixl, "_PART_BYTES", pool.block_num_bytes)
+    monkeypatch.setattr(nixl_peer, "_PART_BYTES", pool.block_num_bytes)
     peer = await reader(pool).peer("worker:1", shared_worker.metadata)
     reading = asyncio.create_task(peer.read(b"", ALL))
     while not pool.data[NUM_BLOCKS // 4].any():  # noqa: ASYNC110 - a transfer does not tell how far it is
@@ -372,7 +373,7 @@ async def test_a_read_that_does_not_end(
     monkeypatch: pytest.MonkeyPatch, cancel: bool, shared_worker: Worker, start: Start, reader: Reader
 ) -> None:
     """It fails, and whatever its peer does later, nothing is written."""
-    monkeypatch.setattr(nixl, "_PART_SECONDS", 1.0)
+    monkeypatch.setattr(nixl_peer, "_PART_SECONDS", 1.0)
     worker, other, pool = start(), start(2), new_pool()
     engine = reader(pool)
     peer, another = await engine.peer("worker:1", worker.metadata), await engine.peer("worker:2", other.metadata)
@@ -459,7 +460,7 @@ async def test_blocks_that_there_are_not(read: BlockRead, shared_worker: Worker,
 
 
 def test_nixl_is_imported_for_an_engine_only() -> None:
-    program = "import sys, shared.transfer.nixl; sys.exit('nixl' in sys.modules)"
+    program = "import sys, shared.transfer.nixl.engine; sys.exit('nixl' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from services.cli.stack import Stack
-from shared.transfer.nixl import nixl_available
+from shared.transfer.nixl.library import nixl_available
 from tests.support.service import running_stack
 
 

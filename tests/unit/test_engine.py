@@ -603,6 +603,23 @@ def test_too_little_free_memory_is_named(model: CausalLM, monkeypatch: pytest.Mo
         Engine(model, TargetSettings(model="tiny"), verify)
 
 
+@pytest.mark.parametrize("setting", [{"num_blocks": 4}, {"kv_cache_gib": 4 * 8 / 2**20}])
+def test_what_a_setting_asks_for_is_taken_at_start_or_refused(
+    model: CausalLM, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = []
+    monkeypatch.setattr(KVPool, "commit", lambda pool: committed.append(pool.num_blocks))
+    Engine(model, TargetSettings(model="tiny"), verify)
+    assert not committed
+    settings = TargetSettings(model="tiny", **setting)
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 4 * 8 * 1024)
+    Engine(model, settings, verify)
+    assert committed == [4]
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 4 * 8 * 1024 - 1)
+    with pytest.raises(StartupError, match=r"4 KV blocks take 0\.000 GiB, and 0\.000 are free: lower num_blocks"):
+        Engine(model, settings, verify)
+
+
 def on_cuda(model: CausalLM) -> CausalLM:
     """The model as it would look on a CUDA device."""
     there = copy.copy(model)

@@ -126,3 +126,6 @@ def test_a_pool_takes_memory_only_as_it_is_used() -> None:
     assert pool.data.is_contiguous()
     assert pool.data[1:1000:7].count_nonzero() == 0
     assert pool.data[-1 - (pool.num_blocks - 1) % 1000].sum() == math.prod(pool.data.shape[1:])
+    pool.commit()
+    assert resident() - before >= GIB
+    assert pool.data[::1000].count_nonzero() == 0

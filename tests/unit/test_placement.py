@@ -46,9 +46,10 @@ def worker(
     backlog: int = 0,
     kv_usage: float = 0.0,
     prefix: int = 0,
+    coming: int = 0,
     costs: StepCosts = COSTS,
 ) -> WorkerView:
-    return WorkerView(name, role, costs, BUDGET, 100_000, decoding, waiting, backlog, kv_usage, prefix)
+    return WorkerView(name, role, costs, BUDGET, 100_000, decoding, waiting, backlog, kv_usage, prefix, coming)
 
 
 def placed(request: Request, *workers: WorkerView, rates: TransferRates = FAST, seed: int = 0) -> Plan:
@@ -197,6 +198,19 @@ def test_a_hit_is_followed_as_long_as_it_is_worth_the_queue() -> None:
     assert placed(request, holder, worker("cold"), rates=SLOW).decode == "hot"
     queued = worker("hot", backlog=4000, waiting=8, prefix=1900)
     plan = placed(request, queued, worker("cold"), rates=SLOW)
+    assert (plan.decode, plan.fetch) == ("cold", None)
+
+
+def test_a_prefix_that_is_being_computed_is_followed_but_not_fetched() -> None:
+    request = Request(2000, 1)
+    # The step under way and two more, in place of four.
+    computing, cold = worker("computing", backlog=1400, waiting=1, coming=1900), worker("cold")
+    plan = placed(request, computing, cold)
+    assert (plan.decode, plan.fetch) == ("computing", None)
+    assert plan.ttft == pytest.approx(0.5 * step(500) + 2 * step(500) + step(1 + 2))
+    assert placed(request, computing._replace(coming_tokens=0), cold).decode == "cold"
+    # Too long a queue: it is computed again, for there is nothing to fetch yet.
+    plan = placed(request, computing._replace(backlog_tokens=4000, num_waiting=3), cold)
     assert (plan.decode, plan.fetch) == ("cold", None)
 
 

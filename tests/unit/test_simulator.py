@@ -134,6 +134,15 @@ def test_a_prefix_is_found_again() -> None:
     assert (outcomes.prompt_tokens, outcomes.cached_tokens) == (3000, 800)
 
 
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+    # The second comes in the first one's second step of four, and has its own ten tokens computed in the last; on the
+    # other worker, which is idle, it would take four itself.
+    requests = [Request(0.0, 2000, 1, "p", 1536), Request(0.05, 1546, 1, "p", 1536)]
+    outcomes = run(requests, Pools(num_both=2))
+    assert outcomes.cached_tokens == 1536
+    assert min(outcomes.ttft) == pytest.approx(3 * step(512) + step(464 + 10) - 0.05)
+
+
 def test_a_conversation_finds_what_came_before() -> None:
     turns = [Request(10.0 * turn, 480 * (turn + 1), 5, "chat", 480 * (turn + 1)) for turn in range(4)]
     outcomes = run(turns)

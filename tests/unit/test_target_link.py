@@ -47,6 +47,23 @@ async def test_a_sequence_counts_as_waiting_until_its_first_result() -> None:
     assert link.num_lanes == 1
 
 
+async def test_blocks_are_coming_until_the_first_result_of_every_sequence_that_computes_them() -> None:
+    link = connected()
+    params = [SamplingParams(sequence_index=i) for i in range(3)]
+    shared, own, other = [b"a", b"b", b"c"], [b"a", b"b", b"d"], [b"x", b"b"]
+    [one, fork, _] = link.prefill([1] * 50, 50, params, 1, b"", "", num_held=32, block_hashes=shared)
+    [two] = link.prefill([1] * 50, 50, params[:1], 1, b"", "", num_held=49, block_hashes=own)
+    assert (link.backlog.num_sequences, link.backlog.num_tokens) == (4, 18 + 1)
+    assert [link.backlog.depth(each) for each in (shared, own, other)] == [3, 3, 0]
+    answer(link, fork)
+    assert [link.backlog.depth(each) for each in (shared, own)] == [3, 3]
+    answer(link, one)
+    assert [link.backlog.depth(each) for each in (shared, own)] == [2, 3]
+    two.release()
+    assert [link.backlog.depth(each) for each in (shared, own)] == [0, 0]
+    assert not link.backlog.block_hashes
+
+
 @pytest.mark.parametrize(
     "status",
     [

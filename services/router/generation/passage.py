@@ -47,7 +47,15 @@ class Passage:
         if not self.destination.usable:
             return None
         [lane] = self.destination.prefill(
-            token_ids, self._num_prompt_tokens, [params], 1, self._cache_salt, traceparent, self._pull_id
+            token_ids,
+            self._num_prompt_tokens,
+            [params],
+            1,
+            self._cache_salt,
+            traceparent,
+            self._pull_id,
+            # All but the last, whose logits are wanted.
+            num_held=len(token_ids) - 1,
         )
         return lane
 

@@ -154,7 +154,16 @@ class Session:
             address = placed.source.address if placed.source is not None else None
             pull_id = first.pull(address, b"", token_ids, self._cache_salt, parent, observe)
         lanes = first.prefill(
-            token_ids, num_prompt_tokens, params, 1, self._cache_salt, parent, pull_id, only_user=True
+            token_ids,
+            num_prompt_tokens,
+            params,
+            1,
+            self._cache_salt,
+            parent,
+            pull_id,
+            only_user=True,
+            num_held=placed.prefix_tokens,
+            block_hashes=placed.block_hashes,
         )
         if not placed.remote_prefill:
             return lanes, None

@@ -38,12 +38,17 @@ _LONG_PROMPT = 16_384
 
 class Placement(NamedTuple):
     """Where a request begins (`first`), where it goes on behind its first token (`decode`: the same worker or another),
-    and whose cached prefix is fetched to begin with (`source`; None with a `plan` to fetch: the prefix store's)."""
+    and whose cached prefix is fetched to begin with (`source`; None with a `plan` to fetch: the prefix store's).
+
+    `prefix_tokens`: leading tokens that `first` has or will have by its turn, fetched ones included; `block_hashes`: of
+    the full blocks that it will have for who comes next, as far as they are known.
+    """
 
     first: TargetLink
     decode: TargetLink
     source: TargetLink | None
     prefix_tokens: int
+    block_hashes: Sequence[bytes]
     plan: Plan
 
     @property
@@ -93,7 +98,8 @@ class Placer:
         other. Raises Unavailable if none is usable and has room.
         """
         links = self._candidates(num_tokens, avoided)
-        hits, store_tokens = await self._held(links, token_ids, cache_salt)
+        block_size, hashes = await self._block_hashes(links, token_ids, cache_salt)
+        hits, store_tokens = await self._held(links, block_size, hashes)
         # Looked at again: workers may have come and gone during the lookup.
         links = self._candidates(num_tokens, avoided)
         if not any(link.decodes for link in links):
@@ -102,26 +108,30 @@ class Placer:
             raise Unavailable("no target worker is alive")
         assert self._rates is not None
         by_id = {link.info.instance_id: link for link in links if link.info is not None}
-        hits = {instance: tokens for instance, tokens in hits.items() if instance in by_id}
         pools = [
             [id for id, link in by_id.items() if link.decodes],
             [id for id, link in by_id.items() if not link.decodes],
         ]
-        chosen = candidates(by_depth(hits), pools, self._random)
+        # Those that are computing it for others count as holders: who follows them finds it there.
+        coming = {instance: link.backlog.depth(hashes) * block_size for instance, link in by_id.items()}
+        held = {instance: max(hits.get(instance, 0), tokens) for instance, tokens in coming.items()}
+        chosen = candidates(by_depth(held), pools, self._random)
         num_output = min(num_tokens - len(token_ids), self._num_output_tokens)
         try:
             plan = choose(
                 Request(len(token_ids), max(1.0, num_output), store_tokens),
-                [_view(instance, by_id[instance], hits.get(instance, 0)) for instance in chosen],
+                [_view(id, by_id[id], hits.get(id, 0), coming[id]) for id in chosen],
                 self._rates,
                 self._random,
             )
         except NoWorker as error:
             raise Unavailable("no target worker is alive") from error
-        first = by_id[plan.prefill or plan.decode]
+        first = plan.prefill or plan.decode
         source = by_id[plan.fetch] if plan.fetch not in (None, STORE) else None
-        prefix_tokens = hits.get(plan.prefill or plan.decode, 0) + plan.fetch_tokens
-        return Placement(first, by_id[plan.decode], source, prefix_tokens, plan)
+        prefix_tokens = held[first] + plan.fetch_tokens
+        # A fetch keeps no order: who comes next may be computed before it ends.
+        coming_hashes = hashes if plan.fetch is None else []
+        return Placement(by_id[first], by_id[plan.decode], source, prefix_tokens, coming_hashes, plan)
 
     def observe_transfer(
         self, source: TargetLink | None, destination: TargetLink, result: target_pb2.PullResult
@@ -156,28 +166,29 @@ class Placer:
         """A sequence ended with so many tokens of output."""
         self._num_output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._num_output_tokens)
 
-    async def _held(
+    async def _block_hashes(
         self, links: Sequence[TargetLink], token_ids: Sequence[int], cache_salt: bytes
-    ) -> tuple[Mapping[str, int], int]:
-        """Leading tokens that each instance holds, and that the store does, of the full blocks before the last
-        token."""
+    ) -> tuple[int, Sequence[bytes]]:
+        """Tokens of a block, and hashes of the full blocks before the last token; none if nobody can be asked for
+        them."""
         infos = [link.info for link in links if link.info is not None]
         # With one worker there is nothing to choose, but whether to fetch.
-        if not infos or (len(infos) == 1 and self._payloads is None):
-            return {}, 0
+        choice = self._payloads is not None or (self._index is not None and len(infos) > 1)
+        if not infos or not choice:
+            return 0, []
         block_size = infos[0].block_size
-        num_blocks = (len(token_ids) - 1) // block_size
-        if num_blocks == 0 or (self._index is None and self._payloads is None):
-            return {}, 0
         root = root_hash(infos[0].fingerprint, cache_salt)
-        tokens = token_ids[: num_blocks * block_size]
+        tokens = token_ids[: (len(token_ids) - 1) // block_size * block_size]
         if len(tokens) < _LONG_PROMPT:
-            hashes = hash_blocks(tokens, block_size, root)
-        else:
-            hashes = await asyncio.to_thread(hash_blocks, tokens, block_size, root)
-        depths, stored = await asyncio.gather(
-            self._ask_index(hashes, [info.instance_id for info in infos]), self._ask_store(hashes)
-        )
+            return block_size, hash_blocks(tokens, block_size, root)
+        return block_size, await asyncio.to_thread(hash_blocks, tokens, block_size, root)
+
+    async def _held(
+        self, links: Sequence[TargetLink], block_size: int, hashes: Sequence[bytes]
+    ) -> tuple[Mapping[str, int], int]:
+        """Leading tokens that each instance holds of these blocks, and that the store does."""
+        instances = [link.info.instance_id for link in links if link.info is not None]
+        depths, stored = await asyncio.gather(self._ask_index(hashes, instances), self._ask_store(hashes))
         return {instance: depth * block_size for instance, depth in depths.items()}, stored * block_size
 
     async def _ask_index(self, hashes: Sequence[bytes], instances: Sequence[str]) -> Mapping[str, int]:
@@ -203,7 +214,7 @@ class Placer:
         return found
 
 
-def _view(instance: str, link: TargetLink, prefix_tokens: int) -> WorkerView:
+def _view(instance: str, link: TargetLink, prefix_tokens: int, coming_tokens: int) -> WorkerView:
     info = link.info
     assert info is not None
     return WorkerView(
@@ -217,4 +228,5 @@ def _view(instance: str, link: TargetLink, prefix_tokens: int) -> WorkerView:
         backlog_tokens=link.backlog.num_tokens,
         kv_usage=link.stats.kv_usage,
         prefix_tokens=prefix_tokens,
+        coming_tokens=coming_tokens,
     )

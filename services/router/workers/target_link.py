@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Final
 
 import grpc
@@ -65,8 +67,10 @@ class TargetLane:
     link: TargetLink
     sequence_id: int
     num_steps: int
-    # Tokens to compute before its first result (0 for a fork, which shares them), and whether that is to come.
+    # Tokens to compute before its first result (0 for a fork, which shares them), hashes of the full blocks that others
+    # will find behind it, as far as they are known, and whether that result is to come.
     num_prefill_tokens: int
+    block_hashes: Sequence[bytes] = ()
     waiting: bool = True
     probe: bool = False
     # What it waits for to begin with, if anything.
@@ -112,10 +116,29 @@ class TargetLane:
 
 @dataclass(slots=True)
 class Backlog:
-    """Sequences whose first result is still to come, and the tokens they were sent with."""
+    """Sequences whose first result is still to come: what they are to compute, in tokens, and full blocks that will be
+    there then, by their hashes, each as often as it was sent."""
 
     num_sequences: int = 0
     num_tokens: int = 0
+    block_hashes: Counter[bytes] = field(default_factory=Counter)
+
+    def depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Leading blocks of these that will be there."""
+        return sum(1 for _ in takewhile(self.block_hashes.__contains__, block_hashes))
+
+    def add(self, lane: TargetLane) -> None:
+        self.num_sequences += 1
+        self.num_tokens += lane.num_prefill_tokens
+        self.block_hashes.update(lane.block_hashes)
+
+    def remove(self, lane: TargetLane) -> None:
+        self.num_sequences -= 1
+        self.num_tokens -= lane.num_prefill_tokens
+        for block_hash in lane.block_hashes:
+            self.block_hashes[block_hash] -= 1
+            if not self.block_hashes[block_hash]:
+                del self.block_hashes[block_hash]
 
 
 class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetRequest, target_pb2.TargetResponse]):
@@ -206,16 +229,19 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         pull_id: int = 0,
         *,
         only_user: bool = False,
+        num_held: int = 0,
+        block_hashes: Sequence[bytes] = (),
     ) -> list[TargetLane]:
         """Begins a sequence for each of `params`, all on the same tokens, computed once; with the KV of that pull.
 
-        `only_user`: no others begin with it, so that it is dropped when these have.
+        `only_user`: no others begin with it, so that it is dropped when these have. `num_held`: leading tokens that
+        are there without being computed for this; `block_hashes`: of the full blocks that who comes next will find, as
+        far as they are known.
         """
-        # Behind a pull that others began with, all but the last token is there or on its way.
-        num_new = len(token_ids) if not pull_id or only_user else 1
-        num_tokens = [num_new, *[0] * (len(params) - 1)]
-        lanes = [TargetLane(self, next(self._sequence_ids), num_steps, each) for each in num_tokens]
-        first, *forks = lanes
+        num_new = max(1, len(token_ids) - num_held)
+        first = TargetLane(self, next(self._sequence_ids), num_steps, num_new, block_hashes)
+        forks = [TargetLane(self, next(self._sequence_ids), num_steps, 0) for _ in params[1:]]
+        lanes = [first, *forks]
         prefill = target_pb2.Prefill(
             sequence_id=first.sequence_id,
             token_ids=token_ids,
@@ -235,8 +261,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         first.probe = self.breaker.begin()
         if only_user:
             first.pull_id = pull_id
-        self.backlog.num_sequences += len(lanes)
-        self.backlog.num_tokens += num_new
+        for lane in lanes:
+            self.backlog.add(lane)
         self._lanes.update((lane.sequence_id, lane) for lane in lanes)
         return lanes
 
@@ -351,8 +377,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         if lane.waiting:
             lane.waiting = False
             self.drop_pull(lane.pull_id)
-            self.backlog.num_sequences -= 1
-            self.backlog.num_tokens -= lane.num_prefill_tokens
+            self.backlog.remove(lane)
 
     def _drop(self, lane: TargetLane) -> None:
         del self._lanes[lane.sequence_id]

@@ -20,7 +20,8 @@ from shared.prefix.block_hash import hash_blocks
 from shared.sampling.params import SamplingParams
 from shared.transfer.engine import TransferEngine
 from shared.transfer.grpc import GrpcEngine
-from shared.transfer.nixl import NixlEngine, nixl_available
+from shared.transfer.nixl.engine import NixlEngine
+from shared.transfer.nixl.library import nixl_available
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.pools.raw_nixl import RawAgent
 from tests.support.kv_engine import KVEngine, KVWorker, kv_worker

@@ -20,6 +20,8 @@ from tests.support.service import inference, wait_until_idle
 _WARM_UP_STREAMS = 4
 _WARM_UP_PROMPT_TOKENS = 200
 _WARM_UP_TOKENS = 8
+# Some 40,000 tokens: more than any trace here has.
+_KV_CACHE_GIB = "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ async def serving(
     added = dict(environment or {})
     for name in setup.workers:
         budget = {"OUTRIDER_TARGET_MAX_BATCH_TOKENS": str(setup.max_batch_tokens)}
-        added[name] = {**budget, **added.get(name, {})}
+        # Asked for, and so taken at start: as in a worker all of whose cache has been in use.
+        cache = {"OUTRIDER_TARGET_KV_CACHE_GIB": _KV_CACHE_GIB}
+        added[name] = {**budget, **cache, **added.get(name, {})}
     settings = StackSettings(
         target=str(pair.target),
         draft=None,

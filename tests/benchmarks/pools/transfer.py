@@ -44,6 +44,8 @@ NUM_BLOCKS: Final = (8, 94, 512)
 """What is moved, in blocks: a short prefix, a prompt of 1,500 tokens, and one five times as long."""
 
 _SEED = 0
+# More than processors cache.
+_MOST_CACHED_BYTES = 256 * 2**20
 
 Method = Callable[[], Awaitable[float]]
 """Moves the blocks once; the seconds that took."""
@@ -76,8 +78,8 @@ async def measure_transfers(turns: int) -> list[Rate]:
 
     `engine`: blocks read by an engine as a worker has it; `fetch`: all that a worker does for a prefix of another's,
     from asking for it until its blocks count as here. Blocks come to places all over the pool, as in one that has been
-    in use. Both ends are processes with the environment of workers. Raises BenchmarkError if anything else comes than
-    was asked for.
+    in use, and none of them is in the processor's caches: else each method would gain by the one before. Both ends are
+    processes with the environment of workers. Raises BenchmarkError if anything else comes than was asked for.
     """
     command = [sys.executable, "-m", "tests.benchmarks.pools.transfer", str(turns)]
     process = await asyncio.create_subprocess_exec(*command, env=worker_environment(os.environ), stdout=PIPE)
@@ -113,6 +115,7 @@ def main() -> None:
 async def _measure(turns: int) -> list[Rate]:
     total = sum(NUM_BLOCKS)
     rates = []
+    other_things = torch.zeros(_MOST_CACHED_BYTES, dtype=torch.uint8)
     with block_source(total, NUM_BLOCKS) as source:
         async with _reader(source, total) as reader:
             for count in NUM_BLOCKS:
@@ -122,6 +125,7 @@ async def _measure(turns: int) -> list[Rate]:
                     seconds: dict[str, list[float]] = {name: [] for name in methods}
                     for _ in range(turns):
                         for name, method in methods.items():
+                            other_things.add_(1)
                             seconds[name].append(await method())
                 num_bytes = count * reader.pool.block_num_bytes
                 rates += [Rate(name, count, num_bytes, tuple(each)) for name, each in seconds.items()]
