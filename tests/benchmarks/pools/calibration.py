@@ -26,7 +26,7 @@ from tests.benchmarks.prompts import Prompts
 _STREAMS = (1, 2, 4, 8, 16)
 _STREAM_TOKENS = 48
 # Prompts of streams: as good as none, and ones that show what their contexts cost.
-_SHORT, _LONG = 16, 256
+_SHORT, _LONG = 16, 768
 _LONG_STREAMS = 8
 _CHUNKS = (64, 128, 256, 512, 1024, 1536)
 # The price of attention is seen on so many tokens behind so many others that are cached.

@@ -137,7 +137,7 @@ def _transfers(rates: Sequence[Rate]) -> Table:
     for (count, method), speed in speeds.items():
         raw = speeds.get((count, RAW))
         held = ""
-        if raw is not None and method in ("nixl engine", "nixl fetch"):
+        if raw is not None and method == "nixl engine":
             held = _verdict(speed >= LEAST_OF_RAW * raw, f"at least {LEAST_OF_RAW:.0%}")
         table.add_row(
             str(count),
