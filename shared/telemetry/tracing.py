@@ -17,7 +17,16 @@ from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import Meter, NoOpMeterProvider
-from opentelemetry.trace import NoOpTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    NoOpTracerProvider,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -161,6 +170,11 @@ def traceparent(span: Span) -> str:
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, set_span_in_context(span, Context()))
     return carrier["traceparent"]
+
+
+def current_traceparent() -> str:
+    """The W3C trace context of the span we are in; empty when not traced."""
+    return traceparent(get_current_span())
 
 
 def parent_context(traceparent: str) -> Context:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from outrider.v1 import inference_pb2
 
 from shared.policy.gamma import Drafting
+from shared.policy.pace import GRANTED_STEPS
+from shared.policy.step_costs import StepCosts
 from tests.support.fake_workers import plain_output
-from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack
+from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack, until
 
 pytestmark = pytest.mark.timeout(60)
+
+LONG = [5, 17, 40, 8] * 40
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8, None])
@@ -33,6 +39,47 @@ async def test_without_a_drafter_and_with_speculation_off() -> None:
         assert output.tokens == {0: GREEDY}
         assert s.drafter is not None
         assert s.drafter.num_asked == 0
+
+
+async def test_who_never_drafts_is_granted_more_than_the_first_step_with_its_prompt() -> None:
+    """Its second token does not wait for the router to ask; who may draft is asked behind the first."""
+    async with stack() as s:
+        await s.generate(greedy(0))
+        await s.generate(greedy(speculation=inference_pb2.Speculation(enabled=False)))
+        await s.generate(greedy(2))
+        await s.generate(greedy())
+        assert [prefill.num_steps for prefill in s.target.prefills] == [GRANTED_STEPS, GRANTED_STEPS, 1, 1]
+    async with stack(drafter=False) as s:
+        await s.generate(greedy())
+        assert [prefill.num_steps for prefill in s.target.prefills] == [GRANTED_STEPS]
+
+
+async def test_who_has_the_same_beginning_follows_a_prompt_that_is_being_computed() -> None:
+    """The other worker is idle, and would have to compute it again; the index does not know of it yet, or is away."""
+    prompts = [[*LONG, 1 + number, 2, 3] for number in range(4)]
+    async with stack(num_targets=2, drafter=False, redis_url="redis://127.0.0.1:1") as s:
+        for target, link in zip(s.targets, s.fleet.targets, strict=True):
+            target.gate.clear()
+            # Half a second for a prompt.
+            link.costs = StepCosts([(1, 0.01), (128, 0.4)])
+        requests = [greedy(0, 4) for _ in prompts]
+        for request, prompt in zip(requests, prompts, strict=True):
+            request.token_ids.ids[:] = prompt
+        running = []
+        for number, request in enumerate(requests):
+            running.append(asyncio.create_task(s.generate(request)))
+            await until(lambda number=number: sum(len(each.prefills) for each in s.targets) > number, "placed")  # type: ignore[misc]
+        assert sorted(len(each.prefills) for each in s.targets) == [0, len(prompts)]
+        [holder] = [link for link in s.fleet.targets if link.num_lanes]
+        # The first computes it all, the others what is their own.
+        full = len(LONG) // 16 * 16
+        assert holder.backlog.num_tokens == len(LONG) + 3 + 3 * (len(LONG) + 3 - full)
+        for target in s.targets:
+            target.gate.set()
+        outputs = [await each for each in running]
+        assert [output.tokens for output in outputs] == [{0: plain_output(prompt, 4)} for prompt in prompts]
+        await s.until_idle()
+        assert not holder.backlog.block_hashes
 
 
 async def test_sequences_that_never_draft_do_not_tell_how_long_those_that_do_become() -> None:

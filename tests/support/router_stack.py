@@ -139,6 +139,7 @@ async def stack(
     drafter: bool = True,
     roles: Sequence[worker_pb2.Role] = (),
     api_keys: dict[str, str] | None = None,
+    redis_url: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """With `roles`, a target worker of each in place of `num_targets`."""
@@ -156,7 +157,7 @@ async def stack(
         [draft.address] if draft is not None else [],
         FINGERPRINT,
         options.max_num_draft_tokens,
-        None,
+        redis_url,
     )
     servicer = InferenceServicer(
         options, TextTokenizer(TOKENIZER), fleet, Tenants(api_keys or {}, b"secret"), telemetry

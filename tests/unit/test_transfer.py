@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -484,6 +486,31 @@ async def test_chunks_are_checked() -> None:
         p.servicer._chunks = lambda blocks: honest(blocks)[:0]  # type: ignore[method-assign]
         await p.add(new_sequence(prompt_of(30), 1), b"u" * 16)
         assert "less came" in await failure(d, p.address, prompt_of(30), b"u" * 16)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_chunks_may_be_cut_anywhere(seed: int) -> None:
+    """Some hold the ends of several blocks, some none, some nothing."""
+    rng, length = random.Random(seed), 9 * BLOCK_SIZE
+    async with kv_worker() as p, kv_worker() as d:
+        honest = p.servicer._chunks
+
+        def cut_anew(blocks: Sequence[int]) -> list[transfer_pb2.BlockChunk]:
+            content = b"".join(chunk.payload for chunk in honest(blocks))
+            cuts = [0, *sorted(rng.randint(0, len(content)) for _ in range(20)), len(content)]
+            payloads = [content[start:end] for start, end in pairwise(cuts)]
+            return [transfer_pb2.BlockChunk(payload=each, checksum=zlib.crc32(each)) for each in payloads]
+
+        p.servicer._chunks = cut_anew  # type: ignore[method-assign]
+        sequence = new_sequence(prompt_of(length), 9, num_steps=1)
+        kv_import = await begin_import(d, prompt_of(length))
+        fetching = asyncio.create_task(d.fetcher.fetch(kv_import, p.address, TICKET))
+        await p.add(sequence, TICKET)
+        await until_drawn([sequence])
+        assert (await fetching).num_tokens == length
+        await go_on(d, kv_import, [sequence])
+        await p.remove(sequence)
+        await d.until_idle()
 
 
 def test_engine_names() -> None:

@@ -39,7 +39,9 @@ class Passage:
         self._pull_id = destination.pull(source.address, self._ticket, token_ids, cache_salt, traceparent, pulled)
         destination.num_incoming += len(lanes)
 
-    def move(self, token_ids: Sequence[int], params: SamplingParams, traceparent: str) -> TargetLane | None:
+    def move(
+        self, token_ids: Sequence[int], params: SamplingParams, num_steps: int, traceparent: str
+    ) -> TargetLane | None:
         """The sequence's lane at the destination, behind the KV that is on its way; None if that worker is gone.
 
         It is to `leave` in any case, and not before the first result has come there.
@@ -50,7 +52,7 @@ class Passage:
             token_ids,
             self._num_prompt_tokens,
             [params],
-            1,
+            num_steps,
             self._cache_salt,
             traceparent,
             self._pull_id,

@@ -1,57 +1,37 @@
-"""One request's life: prefill, rounds until every sequence has ended, failover in between, release at the end."""
+"""One request's life: placed and prefilled, its sequences run, their chunks written, released at the end."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
-from opentelemetry import trace
-from outrider.v1 import inference_pb2, target_pb2
+from outrider.v1 import inference_pb2
 
 from services.router.clients.chunk_queue import ChunkQueue, Write
 from services.router.clients.request import GenerateOptions
 from services.router.clients.usage import UsageMeter
 from services.router.generation.passage import Passage
-from services.router.generation.scout import Scout
+from services.router.generation.sequence_session import SequenceSession
 from services.router.text.detokenizer import Detokenizer
 from services.router.text.tokenizer import TextTokenizer
 from services.router.workers.draft_link import DraftLane
 from services.router.workers.fleet import Fleet
-from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
-from shared.policy.gamma import GammaController, Situation
-from shared.policy.pace import GRANTED_STEPS, Pace, enough_granted
+from services.router.workers.target_link import TargetLane, TargetLink
+from shared.policy.pace import GRANTED_STEPS
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
-    NUM_ACCEPTED,
-    NUM_DRAFT_TOKENS,
     PLACEMENT_COST,
     PLACEMENT_HARM,
     PLACEMENT_PREFILL_WORKER,
     PLACEMENT_PREFIX_TOKENS,
     PLACEMENT_TTFT,
     PLACEMENT_WORKER,
-    ROUND,
-    SEQUENCE_INDEX,
 )
-from shared.telemetry.tracing import Telemetry, traceparent
-
-logger = logging.getLogger(__name__)
-
-# Prefills of a sequence in a row that may fail before the request does.
-_MAX_FAILURES = 4
-# Sequences that leave a worker at a time, with their KV: the others go on there meanwhile.
-_MOST_LEAVING = 4
-# What a worker answers when it does not have a sequence, or not any more.
-_LOST = (
-    target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE,
-    target_pb2.STEP_STATUS_FAILED,
-    target_pb2.STEP_STATUS_TOO_LARGE,
-)
+from shared.telemetry.tracing import Telemetry, current_traceparent
 
 
 class Session:
@@ -157,7 +137,7 @@ class Session:
             token_ids,
             num_prompt_tokens,
             params,
-            1,
+            1 if placed.remote_prefill else self.num_first_steps,
             self._cache_salt,
             parent,
             pull_id,
@@ -191,8 +171,18 @@ class Session:
             self._blamed.add(link)
             link.breaker.failed()
 
+    @property
+    def num_first_steps(self) -> int:
+        """Steps granted with a prompt. Who may draft decides behind the first token; who may not goes on in the next
+        step, which does not wait for the router."""
+        return 1 if self._may_draft else GRANTED_STEPS
+
+    @property
+    def _may_draft(self) -> bool:
+        return self.fleet.may_draft and self.options.speculation_enabled and self.options.num_draft_tokens != 0
+
     def draft_lane(self, params: SamplingParams) -> DraftLane | None:
-        if not self.fleet.may_draft or not self.options.speculation_enabled or self.options.num_draft_tokens == 0:
+        if not self._may_draft:
             return None
         return DraftLane(self.fleet.choose_draft, len(self.options.prompt_ids), params, self._cache_salt)
 
@@ -209,255 +199,3 @@ class Session:
             if self._num_open == 0 and self.options.include_usage:
                 chunk.usage.CopyFrom(self.usage.to_proto())
         self._chunks.put(chunk)
-
-
-class SequenceSession:
-    """One sequence: its committed tokens, its lanes on the workers, its rounds.
-
-    The committed tokens are held here; workers are caches. A worker lost costs a prefill, never a token.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        params: SamplingParams,
-        lane: TargetLane,
-        passage: Passage | None,
-        detokenizer: Detokenizer,
-    ) -> None:
-        """`passage`: to the worker where it goes on behind its first token, if not on that of `lane`."""
-        self._session = session
-        self._options = session.options
-        self._params = params
-        self._lane = lane
-        self._passage = passage
-        self._draft = session.draft_lane(params)
-        self._detokenizer = detokenizer
-        self._token_ids = list(session.options.prompt_ids)
-        self._num_rounds = 0
-        # Draft tokens of the latest round.
-        self._drafted: list[int] = []
-        self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
-        # One that never drafts says nothing of those that do.
-        home = lane.link if passage is None else passage.destination
-        self._gamma = None if self._draft is None else session.fleet.gamma(home, self._draft.link)
-        prior = None if self._gamma is None else self._gamma.acceptance
-        self._pace = Pace(prior, session.options.num_draft_tokens, in_shadow=params.coupled)
-        self._scout = Scout(self._draft, self._pace.drafting) if self._draft is not None and params.coupled else None
-
-    async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
-        """Rounds until the sequence ends; everything is released on every way out."""
-        # By which worker, since the latest result.
-        failures: list[TargetLink] = []
-        try:
-            while not self._finish_reason:
-                try:
-                    entry = await self._lane.next()
-                    while True:
-                        _check(entry.result, len(self._token_ids), self._lane.link.draining)
-                        failures.clear()
-                        emit(self._take(entry.result))
-                        if self._finish_reason:
-                            return
-                        entry = await (self._next_result(entry) if self._passage is None else self._move())
-                except WorkerLost as error:
-                    self.release()
-                    failures.append(self._lane.link)
-                    if not error.drained:
-                        self._session.blame(self._lane.link)
-                    logger.info("sequence lost", extra={"address": self._lane.link.address, "reason": str(error)})
-                    if len(failures) > _MAX_FAILURES:
-                        # Which worker and how is for the log: clients have no business with our addresses.
-                        where = self._lane.link.address
-                        logger.error(
-                            "target workers failed %d times in a row, last %s: %s", len(failures), where, error
-                        )
-                        raise Unavailable(f"target workers failed {len(failures)} times in a row") from error
-                    await self._begin_again(failures)
-        finally:
-            if self._gamma is not None:
-                self._gamma.leave(self._pace.drafting, self._num_output_tokens if self._finish_reason else None)
-            if self._finish_reason:
-                self._session.fleet.placer.observe_output(self._num_output_tokens)
-            self.release()
-            if self._scout is not None:
-                self._scout.end()
-            if self._draft is not None:
-                self._draft.release()
-
-    def release(self) -> None:
-        """Gives up its place on the target workers. Safe to call again."""
-        self._lane.release()
-        passage, self._passage = self._passage, None
-        if passage is not None:
-            passage.leave()
-
-    async def _begin_again(self, avoided: Collection[TargetLink]) -> None:
-        [self._lane], self._passage = await self._session.begin(self._token_ids, [self._params], avoided)
-
-    async def _move(self) -> LaneResult:
-        """Goes on where its KV went, behind its first token; the first result there."""
-        assert self._passage is not None
-        lane = self._passage.move(self._token_ids, self._params, current_traceparent())
-        self._lane.release()
-        if lane is None:
-            self.release()
-            await self._begin_again(())
-            return await self._lane.next()
-        self._lane = lane
-        entry = await lane.next()
-        passage, self._passage = self._passage, None
-        passage.leave()
-        return entry
-
-    async def _next_result(self, last: LaneResult) -> LaneResult:
-        """The result of a round, or in plain decoding simply the next one."""
-        lane = self._lane
-        if lane.link.draining and lane.num_steps == 0 and lane.link.num_leaving < _MOST_LEAVING:
-            lane.link.num_leaving += 1
-            try:
-                self._passage = await self._session.away_from(lane, self._token_ids)
-                if self._passage is not None:
-                    return await self._move()
-            finally:
-                lane.link.num_leaving -= 1
-        ahead = lane.num_steps > 0
-        # What a worker that is going has been granted is waited for, and then the sequence leaves.
-        if not enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
-            situation = self._situation()
-            move = self._pace.next(self._controller(), situation, lane.num_steps)
-            if move.num_draft_tokens > 0:
-                return await self._round(move.num_draft_tokens, last, situation)
-            if move.catch_up and self._draft is not None:
-                self._draft.prefill(self._token_ids, current_traceparent())
-            if move.num_steps > 0:
-                lane.verify(len(self._token_ids), None, move.num_steps, current_traceparent())
-        if self._scout is not None:
-            self._scout.advance(self._token_ids, current_traceparent)
-        load = lane.link.num_decoding
-        entry = await lane.next()
-        # A worker running ahead began this step when it ended the last, however late we come to look.
-        if self._gamma is not None and ahead and last.result.num_draft_tokens == 0:
-            self._gamma.observe_plain(load, entry.seconds_since(last), entry.received)
-        return entry
-
-    async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
-        """Draft, verify: one span, with the workers' spans as its children."""
-        assert self._draft is not None
-        lane = self._lane
-        with self._session.telemetry.span("round") as span:
-            parent = traceparent(span)
-            proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent)
-            # Without a proposal it decodes plainly for a while before the drafter is asked again.
-            lane.verify(len(self._token_ids), proposal, GRANTED_STEPS if proposal is None else 1, parent)
-            entry = await lane.next()
-            self._num_rounds += 1
-            span.set_attributes(
-                {
-                    ROUND: self._num_rounds,
-                    SEQUENCE_INDEX: self._params.sequence_index,
-                    NUM_DRAFT_TOKENS: entry.result.num_draft_tokens,
-                    NUM_ACCEPTED: entry.result.num_accepted,
-                }
-            )
-        drafted = entry.result.num_draft_tokens
-        if drafted:
-            self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
-            self._drafted = list(proposal.token_ids) if proposal is not None else []
-            gamma = self._controller()
-            if gamma is not None:
-                gamma.observe_round(situation.load, drafted, situation.num_unseen, entry.seconds_since(last))
-        return entry
-
-    def _controller(self) -> GammaController | None:
-        """γ's controller of the worker we are on; None while there is no drafting."""
-        gamma = self._session.fleet.gamma(self._lane.link, self._draft.link) if self._draft is not None else None
-        if gamma is not self._gamma:
-            if self._gamma is not None:
-                self._gamma.leave(self._pace.drafting, None)
-            self._gamma = gamma
-        return gamma if self._draft is not None and self._draft.available else None
-
-    def _situation(self) -> Situation:
-        link = self._lane.link
-        return Situation(
-            load=link.num_decoding,
-            num_waiting=link.backlog.num_sequences,
-            num_prefill_tokens=link.backlog.num_tokens,
-            num_unseen=len(self._token_ids) - (self._draft.num_told if self._draft is not None else 0),
-            num_output=self._num_output_tokens,
-            num_remaining=self._params.max_tokens - self._num_output_tokens,
-        )
-
-    @property
-    def _num_output_tokens(self) -> int:
-        return len(self._token_ids) - len(self._options.prompt_ids)
-
-    def _take(self, result: target_pb2.StepResult) -> inference_pb2.GenerateResponse:
-        """Commits a result's tokens, and puts what the client gets of it into a chunk."""
-        tokens = list(result.token_ids)
-        stopped = result.status == target_pb2.STEP_STATUS_STOPPED
-        delta = self._detokenizer.push(tokens[:-1] if stopped else tokens)
-        text = delta.text
-        if delta.stopped:
-            tokens = tokens[: delta.num_tokens]
-            self._finish_reason = inference_pb2.FINISH_REASON_STOP
-        elif result.status != target_pb2.STEP_STATUS_RUNNING:
-            rest = self._detokenizer.flush()
-            text += rest.text
-            ended_by_text = stopped or rest.stopped
-            self._finish_reason = (
-                inference_pb2.FINISH_REASON_STOP if ended_by_text else inference_pb2.FINISH_REASON_LENGTH
-            )
-        self._token_ids += tokens
-        usage = self._session.usage
-        usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
-        # What a stop string cut off is no output, and so not accepted.
-        num_kept = min(result.num_accepted, len(tokens))
-        if result.num_draft_tokens:
-            usage.round_verified(result.num_draft_tokens, result.num_accepted, num_kept)
-        chunk = inference_pb2.GenerateResponse(
-            index=self._params.sequence_index,
-            text=text,
-            token_ids=tokens,
-            logprobs=result.logprobs[: len(tokens)],
-            finish_reason=self._finish_reason,
-        )
-        if self._options.include_draft_tokens:
-            self._show_draft(chunk, result, tokens, num_kept)
-        return chunk
-
-    def _show_draft(
-        self,
-        chunk: inference_pb2.GenerateResponse,
-        result: target_pb2.StepResult,
-        tokens: Sequence[int],
-        num_kept: int,
-    ) -> None:
-        """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
-        if result.num_draft_tokens == 0:
-            last = inference_pb2.TOKEN_ORIGIN_TARGET
-        elif result.num_accepted == result.num_draft_tokens:
-            last = inference_pb2.TOKEN_ORIGIN_BONUS
-        else:
-            last = inference_pb2.TOKEN_ORIGIN_RECOVERED
-        shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[:num_kept]]
-        if result.num_draft_tokens:
-            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in self._drafted[num_kept:]]
-        shown += [(token, last) for token in tokens[num_kept:]]
-        for token, origin in shown:
-            chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)
-
-
-def _check(result: target_pb2.StepResult, num_committed: int, draining: bool) -> None:
-    """Raises WorkerLost for a result that calls for another prefill; `draining`: its worker is going."""
-    if result.status in _LOST:
-        drained = draining and result.status == target_pb2.STEP_STATUS_UNKNOWN_SEQUENCE
-        raise WorkerLost(target_pb2.StepStatus.Name(result.status), drained)
-    if result.position != num_committed:
-        raise WorkerLost(f"a result at position {result.position} where {num_committed} was next")
-
-
-def current_traceparent() -> str:
-    """The W3C trace context of the span we are in; empty when not traced."""
-    return traceparent(trace.get_current_span())
