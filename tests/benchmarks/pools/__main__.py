@@ -40,7 +40,7 @@ class Scale:
     """How much is measured: turns of calibration and transfers, prompts among streams, samples of each prefix, requests
     over shared prompts, seconds of load at each rate."""
 
-    turns: int = 2
+    turns: int = 4
     transfers: int = 9
     prompts: int = 10
     samples: int = 3
