@@ -2,3 +2,8 @@
 
 May import shared, and of the other services their settings; their servers only when it runs one.
 """
+
+import os
+
+# Before anything imports gRPC: its C++ core would put lines of its own, of what is no fault, between ours.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -179,7 +179,7 @@ def simulate(
     except (ValueError, PlotUnavailable) as error:
         raise typer.BadParameter(str(error)) from None
     if not runs:
-        typer.echo(f"outrider: {most_workers} workers are not enough", err=True)
+        typer.echo(f"outrider: no pools of up to {most_workers} workers meet the SLOs", err=True)
         raise typer.Exit(1)
     Console(highlight=False).print(_table(runs) if plan else table({run.name: run.summary for run in runs}))
     _write_json(json_file, [run.as_json() for run in runs])
@@ -219,7 +219,9 @@ def _plan(bench: _Bench, routing: RoutingName, attainment: float, most_workers: 
     """The fewest workers that do both, and the fewest in separate pools unless these are more; none if none do."""
 
     def meets(pools: Pools) -> bool:
-        return bench.run(pools, routing).summary.attainment >= attainment
+        share = bench.run(pools, routing).summary.attainment
+        typer.echo(f"{_name(pools)}: {share:.1%} within the SLOs", err=True)
+        return share >= attainment
 
     both = least_of_both(meets, most_workers)
     separate = least_separate(meets, both.num_workers if both is not None else most_workers)

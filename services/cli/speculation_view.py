@@ -13,6 +13,7 @@ STYLES = {
     inference_pb2.TOKEN_ORIGIN_REJECTED: "red strike",
     inference_pb2.TOKEN_ORIGIN_RECOVERED: "blue",
     inference_pb2.TOKEN_ORIGIN_BONUS: "cyan",
+    inference_pb2.TOKEN_ORIGIN_TARGET: "dim",
 }
 
 MARKS = {
@@ -28,6 +29,7 @@ _MEANINGS = {
     inference_pb2.TOKEN_ORIGIN_RECOVERED: "recovered by the target",
     inference_pb2.TOKEN_ORIGIN_BONUS: "bonus of the target",
 }
+_NOT_DRAFTED = "not drafted"
 
 
 def render_tokens(tokens: Iterable[inference_pb2.DraftToken], *, colours: bool) -> Text:
@@ -44,7 +46,13 @@ def render_tokens(tokens: Iterable[inference_pb2.DraftToken], *, colours: bool) 
 
 def legend(*, colours: bool) -> Text:
     """What the colours, or marks, mean."""
-    return Text(" · ").join(_styled(meaning, origin, colours) for origin, meaning in _MEANINGS.items())
+    meanings = dict(_MEANINGS)
+    if colours:
+        meanings[inference_pb2.TOKEN_ORIGIN_TARGET] = _NOT_DRAFTED
+    else:
+        # Decoded plainly, tokens come one by one: marks around each of them could not be read.
+        meanings[inference_pb2.TOKEN_ORIGIN_ACCEPTED] += f", or {_NOT_DRAFTED}"
+    return Text(" · ").join(_styled(meaning, origin, colours) for origin, meaning in meanings.items())
 
 
 def summary(usage: inference_pb2.Usage) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from services.cli.generate import GenerateError, stream
 from services.cli.log_view import render_log
-from services.cli.speculation_view import acceptance_rate, legend, render_tokens, summary
+from services.cli.speculation_view import STYLES, acceptance_rate, legend, render_tokens, summary
 
 TARGET = inference_pb2.TOKEN_ORIGIN_TARGET
 ACCEPTED = inference_pb2.TOKEN_ORIGIN_ACCEPTED
@@ -56,8 +56,13 @@ def test_a_rejected_line_break_does_not_break_the_line() -> None:
 def test_the_legend_explains_every_mark() -> None:
     plain = legend(colours=False).plain
     assert plain == (
-        "drafted and accepted · [-drafted and rejected-] · {+recovered by the target+} · {*bonus of the target*}"
+        "drafted and accepted, or not drafted · [-drafted and rejected-] · {+recovered by the target+} · "
+        "{*bonus of the target*}"
     )
+    coloured = legend(colours=True)
+    styles = {str(span.style) for span in coloured.spans if span.style}
+    assert styles == set(STYLES.values())
+    assert coloured.plain.endswith(" · bonus of the target · not drafted")
 
 
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 0.75])

@@ -645,7 +645,8 @@ def test_the_command_finds_pool_sizes(tmp_path: Path) -> None:
     assert runs
     assert all(run["attainment"] >= 0.95 for run in runs)
     code, text = command(*options, "--slo-tpot", "0.001", "--most-workers", "4")
-    assert (code, text) == (1, "outrider: 4 workers are not enough\n")
+    assert code == 1
+    assert text.endswith("outrider: no pools of up to 4 workers meet the SLOs\n")
 
 
 @pytest.mark.parametrize(
