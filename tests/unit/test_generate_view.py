@@ -40,7 +40,7 @@ def test_each_origin_has_its_colour() -> None:
     )
     assert text.plain == "abcde"
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans if span.style}
-    assert styles == {"b": "green", "c": "red strike", "d": "blue", "e": "cyan"}
+    assert styles == {"a": "dim", "b": "green", "c": "red strike", "d": "blue", "e": "cyan"}
 
 
 def test_without_colours_marks_tell_the_output_from_the_rejected() -> None:

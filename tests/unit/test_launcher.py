@@ -96,3 +96,11 @@ def test_a_child_whose_parent_has_ended_already_does_not_start(monkeypatch: pyte
     environment = {**os.environ, PARENT: "1"}  # init is not the parent of this test's child
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (128 + signal.SIGTERM, "")
+
+
+def test_grpc_keeps_its_own_lines_to_itself_unless_told_otherwise() -> None:
+    program = "import services.cli.main, os; print(os.environ['GRPC_VERBOSITY'])"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    for added, expected in (({}, "ERROR"), ({"GRPC_VERBOSITY": "debug"}, "debug")):
+        output = subprocess.check_output([sys.executable, "-c", program], env={**environment, **added}, text=True)
+        assert output.strip() == expected
