@@ -14,6 +14,7 @@ from typing import Self
 from services.cli.launcher import PARENT, worker_environment
 from services.cli.ports import claim_port, free_ports
 from services.cli.process import LogSink, ServiceProcess
+from shared.engine.source import check_source
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.redis.server import RedisServer, RedisServerError
 from shared.settings import StartupError
@@ -168,8 +169,11 @@ class Stack:
             await self.processes[name].ready.wait()
 
     def _make_processes(self) -> list[str]:
-        """Makes, and does not start, every process; returns the workers' names."""
+        """Makes, and does not start, every process; returns the workers' names. Raises StartupError for a model folder
+        that is not there, which the workers would find seconds later."""
         settings = self.settings
+        for source in filter(None, (settings.target, settings.draft)):
+            check_source(source)
         targets = self._targets()
         drafts = [] if settings.draft is None else ["draft", *(f"draft-{i}" for i in range(1, settings.num_drafts))]
         workers = drafts + targets

@@ -167,3 +167,11 @@ async def test_a_cancelled_wait_drains_the_stack() -> None:
         await running
     assert [name for name, line in stack.lines if line == "drained"] == ["router", "target-0"]
     assert NoRedis.running == 0
+
+
+@pytest.mark.parametrize("models", [{"target": "/nowhere"}, {"draft": "./nowhere"}])
+async def test_a_model_folder_that_is_not_there_starts_nothing(models: dict[str, str]) -> None:
+    stack = Stack(StackSettings(port=0, **models))  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=r"there is no model folder .*nowhere"):
+        await stack.__aenter__()
+    assert not stack.processes
