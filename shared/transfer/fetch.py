@@ -30,6 +30,7 @@ _RENEW_SECONDS: Final = 1.0
 _LEAST_RATE: Final = 20e6
 # What is announced while a read is under way goes into the next one, up to so many blocks.
 _MAX_BLOCKS_A_READ: Final = 1024
+_ENDED_EARLY: Final = "the peer ended the fetch before it was over"
 
 
 class Fetched(NamedTuple):
@@ -187,7 +188,7 @@ class _Fetch:
                     self._confirmed = True
             self._changed.set()
         if not self._confirmed:
-            raise TransferFailed("the peer ended the fetch before it was over")
+            raise TransferFailed(_ENDED_EARLY)
         # What is left is for `_read_all` to see.
         await asyncio.Event().wait()
 
@@ -219,7 +220,10 @@ class _Fetch:
 
     async def _write(self, call: Any, request: transfer_pb2.FetchRequest) -> None:
         async with self._writing:
-            await call.write(request)
+            try:
+                await call.write(request)
+            except asyncio.InvalidStateError:  # the call is done, and by the peer: with a status of no error
+                raise TransferFailed(_ENDED_EARLY) from None
 
     async def _read_into(self, peer: TransferPeer, fetch_id: bytes, sources: list[int]) -> None:
         blocks = await self._loop.ask(lambda: self._imports.allocate(self._import, len(sources)))

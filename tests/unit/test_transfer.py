@@ -21,6 +21,7 @@ from shared.rpc.channel import connect
 from shared.transfer import fetch as fetch_module
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
 from shared.transfer.grpc import GrpcEngine
+from shared.transfer.servicer import TransferServicer
 from tests.support.kv_engine import KVEngine, KVWorker, kv_worker
 from tests.support.machine import BLOCK_SIZE, ROOT, VOCAB_SIZE, decoded, new_sequence
 from tests.support.router_stack import read_all, until
@@ -515,3 +516,18 @@ async def test_chunks_may_be_cut_anywhere(seed: int) -> None:
 
 def test_engine_names() -> None:
     assert GrpcEngine.name == "grpc"
+
+
+async def test_a_peer_that_ends_a_fetch_in_order_before_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may be done then when the reader has more to say."""
+
+    async def end_early(_: TransferServicer, requests: Any, context: Any) -> None:
+        accepted = transfer_pb2.FetchAccepted(fetch_id=b"f", engine="grpc")
+        await context.write(transfer_pb2.FetchResponse(accepted=accepted))
+        await context.write(transfer_pb2.FetchResponse(complete=0))
+
+    monkeypatch.setattr(TransferServicer, "Fetch", end_early)
+    async with kv_worker() as p, kv_worker() as d:
+        for _ in range(30):
+            # In its own words, or in gRPC's: whoever notices first.
+            await failure(d, p.address, prompt_of(30))
