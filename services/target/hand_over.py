@@ -189,6 +189,9 @@ class HandOver:
             except BaseException:
                 await finish(end_import(self._engine_loop, kv_import))
                 raise
+            if kv_import.num_held == len(kv_import.block_hashes):
+                await finish(end_import(self._engine_loop, kv_import))
+                return Fetched(kv_import.num_tokens, 0, "", 0.0)
             if request.from_store and self._stored is not None:
                 return await self._stored.fetch(kv_import)
             return await self._fetcher.fetch(kv_import, request.address, None)

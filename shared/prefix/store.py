@@ -268,8 +268,10 @@ class PrefixStore(PayloadIndex):
                 payloads, error = await asyncio.to_thread(self._unpack, piece, values)
                 found += payloads
                 if len(payloads) < len(piece):
+                    next_block = piece[len(payloads)]
+                    error = error or await self._strange_type(next_block)
                     if error is not None:
-                        await self._delete(piece[len(payloads)], error)
+                        await self._delete(next_block, error)
                     return
             if missing:
                 return
@@ -285,6 +287,11 @@ class PrefixStore(PayloadIndex):
             except CorruptPayload as error:
                 return payloads, str(error)
         return payloads, None
+
+    async def _strange_type(self, block_hash: bytes) -> str | None:
+        """What is wrong with a value that MGET says is not there: it says so of everything that is no string."""
+        kind: Any = await self._redis.type(self._prefix + block_hash)
+        return None if kind in (b"none", b"string") else f"it is a {kind.decode()}, not a string"
 
     async def _delete(self, block_hash: bytes, error: str) -> None:
         self.num_corrupt += 1

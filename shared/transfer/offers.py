@@ -43,6 +43,7 @@ class Offer:
         self.fetch_id = secrets.token_bytes(16)
         self.ready = Ready([], [], None)
         self.changed = asyncio.Event()
+        self.over = asyncio.Event()  # held no more
         self.taken = False
         self._failed = False
         self._lease_seconds = lease_seconds
@@ -80,6 +81,7 @@ class Offer:
             self._expiry.cancel()
         if give_back is not None:
             give_back()
+        self.over.set()
         self.changed.set()
 
 

@@ -21,6 +21,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 # Below the 4 MiB that any peer takes; large enough that the message around it costs nothing.
 CHUNK_BYTES: Final = 2 * 1024 * 1024
+# Of a sequence: fewer than the protocol's 32 bits can count, whatever is added to them.
+_MOST_TOKENS: Final = 1 << 31
 
 
 class TransferServicer(transfer_pb2_grpc.TransferServicer):
@@ -55,6 +57,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         engine = next((self._engines[name] for name in begin.engines if name in self._engines), None)
         if engine is None:
             raise FailedPrecondition(f"engines here are {', '.join(self._engines)}, not {', '.join(begin.engines)}")
+        most_blocks = _MOST_TOKENS // self._layout.block_size
+        if begin.first_block > most_blocks:
+            raise InvalidArgument("first_block", str(begin.first_block), f"at most {most_blocks}")
         # Where the offer's blocks begin in the sequence, and the first of them that is wanted.
         base, first_block = 0, begin.first_block
         match begin.WhichOneof("wanted"):
@@ -72,7 +77,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             lease_seconds=offers.lease_seconds,
         )
         answers = _Answers(context)
-        tasks: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[Any]] = []
         try:
             await answers.write(transfer_pb2.FetchResponse(accepted=accepted))
             reading = asyncio.create_task(_read_on(request_iterator, offer, answers))
@@ -82,9 +87,13 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 await announcing
-            await reading
+            over = asyncio.create_task(offer.over.wait())
+            tasks.append(over)
+            # A reader that does not say any more what it wants gets no further than its lease.
+            await asyncio.wait([reading, over], return_when=asyncio.FIRST_COMPLETED)
             if not offer.held:
                 raise NotFound(f"the lease of {offers.lease_seconds:g} s was over before all was read")
+            await reading
             await answers.write(transfer_pb2.FetchResponse(confirmed=transfer_pb2.Confirmed()))
         finally:
             offers.end_reading(offer)

@@ -309,6 +309,22 @@ async def test_values_that_are_not_ours_are_refused(server: RedisServer, alien: 
         assert not await redis.exists(PREFIX + blocks[1])
 
 
+async def test_what_is_no_value_at_all_is_deleted_and_written_again(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = chain(3)
+    async with store_at(server.url) as store, client(server) as redis:
+        await stores(store, blocks)
+        await redis.delete(PREFIX + blocks[1])
+        await redis.lpush(PREFIX + blocks[1], "odd")
+        assert await store.get(blocks, PATIENT) == payloads_of(blocks[:1])
+        assert store.num_corrupt == 1
+        assert messages(caplog, f"stored block {blocks[1].hex()} is deleted: it is a list, not a string")
+        assert not await redis.exists(PREFIX + blocks[1])
+        await stores(store, blocks[1:2])
+        assert await store.get(blocks, PATIENT) == payloads_of(blocks)
+
+
 @pytest.mark.parametrize("block_bytes", [1000, 64 * 1024 - HEADER_BYTES, 64 * 1024])
 async def test_all_workers_together_stay_under_the_limit(server: RedisServer, block_bytes: int) -> None:
     max_bytes = 40 * (block_bytes + 1024)

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from services.target.hand_over import HandOver
 from services.target.stored_prefixes import StoredPrefixes
 from shared.engine.engine import Engine, StepOutcome
+from shared.engine.kv_import import KVImport
 from shared.engine.loop import EngineLoop
 from shared.engine.sequence import Sequence
 from shared.models import DEMO_TARGET
@@ -26,7 +27,7 @@ from shared.redis.server import RedisServer
 from shared.sampling.params import SamplingParams
 from shared.telemetry.tracing import configure
 from shared.transfer.engine import TransferFailed
-from shared.transfer.fetch import Fetcher
+from shared.transfer.fetch import Fetched, Fetcher
 from shared.transfer.offers import Offers
 from shared.worker.stream import RouterStream
 from tests.support.greedy import python_prompts, references
@@ -261,12 +262,19 @@ async def test_what_the_pool_needs_before_its_turn_is_not_kept(
         await first.until_idle()
 
 
-async def test_those_that_want_the_same_fetch_it_once(redis: RedisServer) -> None:
+async def test_those_that_want_the_same_fetch_it_once(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker(redis.url) as first, worker(redis.url) as second:
         await keep(first, PROMPT)
         fetcher = Fetcher(second.loop, layout_of(second.engine.pool), {})
         offers = Offers(second.loop, 10.0)
         hand_over = HandOver(second.loop, offers, fetcher, second.stored, configure("test", None))
+        fetch, asked = second.stored.fetch, []
+
+        async def noting(kv_import: KVImport) -> Fetched:
+            asked.append(kv_import)
+            return await fetch(kv_import)
+
+        monkeypatch.setattr(second.stored, "fetch", noting)
         stream: RouterStream[target_pb2.TargetResponse] = RouterStream()
 
         def begin() -> list[Sequence]:
@@ -283,6 +291,7 @@ async def test_those_that_want_the_same_fetch_it_once(redis: RedisServer) -> Non
         sequences = await second.loop.ask(begin)
         await until(lambda: all(each.finish is not None for each in sequences), "computed")
         assert second.stored.counts()["hit"] == NUM_BLOCKS
+        assert len(asked) == 1, "those who find it here ask nobody"
         assert all(each.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE for each in sequences)
         await second.until_idle()
         await hand_over.close()

@@ -198,8 +198,7 @@ async def test_a_reader_that_falls_silent_loses_its_lease() -> None:
         accepted = (await call.read()).accepted
         await until_drawn([sequence])
         await p.until_idle()
-        # Too late: what it read may be anything by now, and it is told so.
-        await call.write(transfer_pb2.FetchRequest(done=transfer_pb2.Done()))
+        # Too late: what it read may be anything by now, and it is told so. Nor is it waited for any longer.
         assert (await call.read()).HasField("ready")
         assert (await call.read()).complete == 9
         with pytest.raises(grpc.aio.AioRpcError, match="the lease of"):
@@ -245,6 +244,7 @@ async def test_other_blocks_are_refused_with_both_values(field: str) -> None:
         ([transfer_pb2.FetchRequest(renew=transfer_pb2.Renew())], "begin, as the first of a fetch"),
         (["wanted"], "neither ticket nor prefix"),
         (["hashes"], "a multiple of 32"),
+        (["first_block"], f"at most {2**31 // BLOCK_SIZE}"),
     ],
 )
 async def test_malformed_fetches_are_refused(requests: list[Any], complaint: str) -> None:
@@ -252,6 +252,9 @@ async def test_malformed_fetches_are_refused(requests: list[Any], complaint: str
         begin = transfer_pb2.FetchBegin(layout=p.servicer._layout, engines=["grpc"])
         if requests == ["hashes"]:
             begin.prefix.block_hashes = bytes(33)
+        if requests == ["first_block"]:
+            begin.prefix.block_hashes = bytes(32)
+            begin.first_block = 2**32 - 1
         made = [transfer_pb2.FetchRequest(begin=begin) if isinstance(each, str) else each for each in requests]
         call: Any = transfer_pb2_grpc.TransferStub(channel).Fetch(iter(made))
         assert await read_all(call) is grpc.StatusCode.INVALID_ARGUMENT
