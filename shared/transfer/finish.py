@@ -17,5 +17,7 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # looked at: else asyncio logs that nobody did
         raise cancelled
     task.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import zlib
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from shared.prefix.block_hash import hash_blocks
 from shared.rpc.channel import connect
 from shared.transfer import fetch as fetch_module
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
+from shared.transfer.finish import finish
 from shared.transfer.grpc import GrpcEngine
 from shared.transfer.servicer import TransferServicer
 from tests.support.kv_engine import KVEngine, KVWorker, kv_worker
@@ -534,3 +536,22 @@ async def test_a_peer_that_ends_a_fetch_in_order_before_it_is_over(monkeypatch: 
         for _ in range(30):
             # In its own words, or in gRPC's: whoever notices first.
             await failure(d, p.address, prompt_of(30))
+
+
+async def test_what_fails_behind_a_cancellation_is_not_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
+    go_on = asyncio.Event()
+
+    async def fail() -> None:
+        await go_on.wait()
+        raise TransferFailed("late")
+
+    waiting = asyncio.create_task(finish(fail()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    del waiting
+    gc.collect()
+    assert "never retrieved" not in caplog.text
