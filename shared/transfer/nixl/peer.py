@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from shared.transfer.engine import BlockRead, TransferFailed, TransferPeer
+from shared.transfer.finish import finish
 from shared.transfer.nixl.agent import Remote
 from shared.transfer.nixl.place import Place
 from shared.transfer.nixl.thread import NixlThread
@@ -93,15 +94,8 @@ class NixlPeer(TransferPeer):
 
 async def until_ended(transfer: Future[None]) -> None:
     """Waits for it. Cancelled, waits all the same, and raises CancelledError then."""
-    waiting = asyncio.wrap_future(transfer)
-    cancelled: asyncio.CancelledError | None = None
-    while not waiting.done():
-        try:
-            await asyncio.wait([waiting])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    failure = waiting.exception()
-    if cancelled is not None:
-        raise cancelled
-    if failure is not None:
-        raise failure
+    await finish(_result(transfer))
+
+
+async def _result(transfer: Future[None]) -> None:
+    await asyncio.wrap_future(transfer)
