@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from services.simulator.holders import Holders
-from services.simulator.machine import Machine
+from services.simulator.machine import AS_ALONE, Machine
 from services.simulator.outcomes import Outcomes
 from services.simulator.routing import Affinity, ByPolicy, RoundRobin, Routing, RoutingName
 from services.simulator.stream import Hold, Stream
@@ -166,7 +166,7 @@ class Service:
 
     def _is_shared(self) -> bool:
         """Whether a step that begins now shares a machine with one of another worker."""
-        return self._machine.shared_costs is not None and any(worker.running for worker in self.workers)
+        return self._machine.beside_another != AS_ALONE and any(worker.running for worker in self.workers)
 
     def _send(self, now: float, source: Worker, destination: Worker, num_tokens: int) -> float:
         """When the KV of so many tokens will be there."""
@@ -192,7 +192,7 @@ class Cluster(Service):
         """Raises ValueError for pools that cannot work."""
         holders = Holders()
         workers = [
-            Worker(f"{role}-{number}", role, machine, holders.change) for number, role in enumerate(pools.roles())
+            Worker(f"{role}-{number}", role, machine, holders.change, seed) for number, role in enumerate(pools.roles())
         ]
         super().__init__(workers, _routing(routing, workers, holders, rates, seed), machine, rates, Agenda())
 

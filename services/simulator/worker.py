@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,13 +58,20 @@ class Worker:
     """
 
     def __init__(
-        self, worker_id: str, role: Role, machine: Machine, changed: Callable[[str, str, int, int], None]
+        self,
+        worker_id: str,
+        role: Role,
+        machine: Machine,
+        changed: Callable[[str, str, int, int], None],
+        seed: int = 0,
     ) -> None:
-        """`changed`: told how deep a prefix is here, or is coming to be: prefix, worker, blocks before and after."""
+        """`changed`: told how deep a prefix is here, or is coming to be: prefix, worker, blocks before and after.
+        `seed`: of the variation of its steps."""
         self.worker_id, self.role, self.machine = worker_id, role, machine
         self.blocks = Blocks(machine.num_blocks, self._held_changed)
         self.coming = Coming()
         self._changed = changed
+        self._rng = random.Random(f"{seed} {worker_id}")
         self.running = False
         # Another model on the same machine has its turn after each step: runs are of one step.
         self.in_turns = False
@@ -80,9 +88,7 @@ class Worker:
         self.gaps: Counter[float] = Counter()
         self.prompt_tokens = self.cached_tokens = 0
 
-        sizes = range(machine.max_batch_tokens + 1)
-        self._seconds = [machine.costs.seconds(size) for size in sizes]
-        self._shared_seconds = [(machine.shared_costs or machine.costs).seconds(size) for size in sizes]
+        self._seconds = [machine.costs.seconds(size) for size in range(machine.max_batch_tokens + 1)]
         self._decoding = Decoding(machine.block_size)
         self._prefilling: deque[Stream] = deque()
         self._waiting: list[Stream] = []  # heap by arrival
@@ -203,11 +209,12 @@ class Worker:
         self.version += 1
         self._began = now
         machine = self.machine
-        self._step_seconds = (
-            (self._shared_seconds if shared else self._seconds)[self._step_tokens]
+        foreseen = (
+            self._seconds[self._step_tokens]
             + machine.attention_seconds * sum(chunk.num_attended for chunk in self._chunks)
             + machine.context_seconds * self._decoding.context_tokens
         )
+        self._step_seconds = foreseen * self._factor(shared)
         self._num_settled = 1
         # Room made by a preemption may let something in before the next step.
         self._num_run = 1 if self._chunks or made_room or self.in_turns else self._run_length()
@@ -252,6 +259,14 @@ class Worker:
         self.blocks.check()
 
     # Inside a step
+
+    def _factor(self, shared: bool) -> float:
+        """How many times what its costs say the step takes."""
+        machine = self.machine
+        place = 0 if self._chunks else 1
+        variation = machine.variation[place]
+        drawn = self._rng.choice(variation) if len(variation) > 1 else variation[0]
+        return drawn * machine.beside_another[place] if shared else drawn
 
     def _first_token(self, stream: Stream, now: float, outcome: Outcome) -> None:
         """The stream's prompt, or after a preemption all that it had, is computed."""

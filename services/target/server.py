@@ -11,6 +11,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_
 from services.target.gathering import Gathering
 from services.target.hand_over import HandOver
 from services.target.settings import TargetSettings
+from services.target.step_log import StepLog
 from services.target.stored_prefixes import StoredPrefixes
 from services.target.verifier import check_proposal, verify
 from shared.engine.engine import Engine, Gain, StepOutcome
@@ -64,6 +65,7 @@ class TargetServicer(
         self._publisher: PrefixPublisher | None = None
         self._hand_over: HandOver | None = None
         self._stored: StoredPrefixes | None = None
+        self._step_log: StepLog | None = None
         self._gathering = Gathering()
 
     def publish_to(self, publisher: PrefixPublisher) -> None:
@@ -75,6 +77,10 @@ class TargetServicer(
         self._stored = stored
         if self._metrics is not None:
             self._metrics.watch_prefix_store(stored.counts)
+
+    def log_steps(self, log: StepLog) -> None:
+        """From now on every step has a line there."""
+        self._step_log = log
 
     def hand_over_by(self, hand_over: HandOver) -> None:
         """From now on KV comes from other workers and goes to them."""
@@ -218,6 +224,8 @@ class TargetServicer(
         return self._gathering.seconds_to_wait(num_ready, StepCosts(self.engine.step_costs).seconds(num_tokens))
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
+        if self._step_log is not None:
+            self._step_log.write(outcome)
         results: defaultdict[Stream, list[target_pb2.StepResult]] = defaultdict(list)
         for gain in outcome.gains:
             lane = self._lanes[gain.sequence]
@@ -293,6 +301,8 @@ async def serve(settings: TargetSettings) -> None:
     configure_logging("target", settings.log_level)
     telemetry = configure("outrider-target", settings.otlp_endpoint)
     servicer = TargetServicer(telemetry, tokenizer_fingerprint(settings.model), _ROLES[settings.role])
+    if settings.step_log is not None:
+        servicer.log_steps(StepLog(settings.step_log))
     transfers = TransferServicer()
     server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
     server.add("outrider.v1.Target", target_pb2_grpc.add_TargetServicer_to_server, servicer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -36,4 +37,9 @@ class TargetSettings(WorkerSettings):
     )
     prefix_store_ttl_seconds: float = Field(
         default=3600.0, ge=1, description="How long prefix_store keeps a block that nobody asks for."
+    )
+    step_log: Path | None = Field(
+        default=None,
+        description="File to which every step adds a line of JSON: what was in it and what it took. outrider simulate "
+        "takes the costs of steps from it.",
     )

@@ -50,7 +50,11 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`gains` of the sequences that sampled; `failed` holds those that cannot be computed, removed."""
+    """`gains` of the sequences that sampled; `failed` holds those that cannot be computed, removed.
+
+    `num_prefill_tokens` of its tokens are of prompts; `num_attended`: what those and the others attend to, as in its
+    plan.
+    """
 
     gains: list[Gain]
     failed: list[Sequence]
@@ -59,6 +63,7 @@ class StepOutcome:
     began_ns: int
     seconds: float
     num_prefill_tokens: int = 0
+    num_attended: tuple[int, int] = (0, 0)
 
 
 class Engine:
@@ -117,6 +122,7 @@ class Engine:
         if plan is None:
             return None
         num_tokens, num_prefill_tokens, num_sequences = plan.num_tokens, plan.num_prefill_tokens, len(plan.scheduled)
+        num_attended = plan.num_attended
         gains, failed = self._run(plan)
         if len(failed) < num_sequences or self._can_compute():
             self._num_failed_steps = 0
@@ -125,7 +131,9 @@ class Engine:
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
-        return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds, num_prefill_tokens)
+        return StepOutcome(
+            gains, failed, num_tokens, num_sequences, began_ns, seconds, num_prefill_tokens, num_attended
+        )
 
     def _run(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
         """What the plan's sequences gained, and those that failed even alone, which are removed."""

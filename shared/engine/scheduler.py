@@ -51,6 +51,18 @@ class StepPlan:
         return sum(item.num_tokens - item.num_rows for item in self.scheduled)
 
     @property
+    def num_attended(self) -> tuple[int, int]:
+        """Tokens that those of prompts attend to, one after another; and those in the contexts of all others, once
+        each. What attention costs grows with both."""
+        prompts, contexts = 0, 0
+        for item in self.scheduled:
+            if item.num_tokens > item.num_rows:
+                prompts += item.num_tokens * item.start + item.num_tokens * (item.num_tokens + 1) // 2
+            else:
+                contexts += item.start + item.num_tokens
+        return prompts, contexts
+
+    @property
     def copies(self) -> list[tuple[int, int]]:
         return [copy for item in self.scheduled for copy in item.copies]
 

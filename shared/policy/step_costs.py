@@ -24,6 +24,11 @@ class StepCosts:
         self._sizes = [size for size, _ in measured]
         self._seconds = _without_falls([seconds for _, seconds in measured])
 
+    @property
+    def measured(self) -> list[tuple[int, float]]:
+        """(tokens, seconds), by increasing size: as it is by now."""
+        return list(zip(self._sizes, self._seconds, strict=True))
+
     def seconds(self, num_tokens: float) -> float:
         sizes, seconds = self._sizes, self._seconds
         above = bisect.bisect_left(sizes, num_tokens)

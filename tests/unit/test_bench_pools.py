@@ -13,18 +13,19 @@ from outrider.v1 import worker_pb2
 from rich.console import Console
 
 from services.simulator.routing import RoutingName
+from services.simulator.step_log import Step
 from services.simulator.workload import Request
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.pools import goodput, interference, routing
-from tests.benchmarks.pools.calibration import Calibration
+from tests.benchmarks.pools.observed import Observed
 from tests.benchmarks.pools.prefixes import COLD, HERE, PEER, STORE, Sample, rows_of
 from tests.benchmarks.pools.report import PARTS, render, to_json
 from tests.benchmarks.pools.results import Results
 from tests.benchmarks.pools.results import rows_of as rows_of_runs
 from tests.benchmarks.pools.run import Run
 from tests.benchmarks.pools.setup import APART, COLOCATED, Setup
-from tests.benchmarks.pools.simulation import Comparison, Model
+from tests.benchmarks.pools.simulation import Comparison, compare
 from tests.benchmarks.pools.trace import Served, draw_prompts, outcomes_of
 from tests.benchmarks.pools.transfer import COPY, NUM_BLOCKS, RAW, Rate, TransferCosts, transfer_costs
 from tests.benchmarks.prompts import random_prompts
@@ -38,7 +39,7 @@ INFO = worker_pb2.WorkerInfo(
     block_bytes=16_000,
     step_costs=[worker_pb2.StepCost(num_tokens=tokens, seconds=2 * seconds) for tokens, seconds in COSTS],
 )
-MODEL = Model(INFO, Calibration(COSTS, 0.0, 0.0, 0.0), TransferCosts(0.002, 1e9))
+TRANSFER = TransferCosts(0.002, 1e9)
 
 
 def served(request: Request, first: float, *gaps: float, cached: int = 0) -> Served:
@@ -48,19 +49,31 @@ def served(request: Request, first: float, *gaps: float, cached: int = 0) -> Ser
     return Served(request, tuple(times), cached)
 
 
+def a_step(time: float, num_tokens: int, num_prefill_tokens: int) -> Step:
+    num_streams = num_tokens - num_prefill_tokens
+    return Step(time, 0.02 + 0.001 * num_tokens, num_tokens, num_prefill_tokens, num_streams + 1, 0, 0)
+
+
+def observed(*steps: Step) -> Observed:
+    """By a client who is next to the worker; without steps, of one that took one of every size that costs are of."""
+    return Observed(INFO, (steps or tuple(a_step(10.0 * i, size, size) for i, (size, _) in enumerate(COSTS)),), 0.0)
+
+
 def streams_and_prompts(setup: Setup = APART) -> Run:
     """Eight streams of a token every 0.1 s, but one of 2 s; a prompt at 1.05 s with its first token at 3 s."""
     streams = [served(Request(0.0, 64, 31), 0.5, *[0.1] * 10, 2.0, *[0.1] * 19) for _ in range(8)]
-    return Run(setup.name, setup, (*streams, served(Request(1.05, 1500, 2), 3.0, 0.5)))
+    return Run(setup.name, setup, (*streams, served(Request(1.05, 1500, 2), 3.0, 0.5)), observed())
 
 
 def alone(name: str, *requests: Request, routing: RoutingName = RoutingName.POLICY) -> Run:
     """Requests that come one after another's end, served in the very time that the model's steps take."""
-    runs = []
+    runs, steps = [], []
     for request in requests:
-        seconds = 0.02 + 0.001 * request.num_prompt_tokens
-        runs.append(served(request, request.time + seconds, *[0.021] * (request.num_output_tokens - 1)))
-    return Run(name, COLOCATED, tuple(runs), routing)
+        prompt, seconds = a_step(request.time, request.num_prompt_tokens, request.num_prompt_tokens), 0.021
+        runs.append(served(request, prompt.end, *[seconds] * (request.num_output_tokens - 1)))
+        steps.append(prompt)
+        steps += [a_step(prompt.end + seconds * i, 1, 0) for i in range(request.num_output_tokens - 1)]
+    return Run(name, COLOCATED, tuple(runs), observed(*steps), routing)
 
 
 # Traces
@@ -116,7 +129,7 @@ def test_goodput_needs_both() -> None:
         served(Request(0.0, 10, 3), 9.0, 0.05, 0.05),
         served(Request(0.0, 10, 3), 1.0, 0.5, 0.5),
     ]
-    numbers = goodput.numbers_of(Run("x", COLOCATED, tuple(requests)))
+    numbers = goodput.numbers_of(Run("x", COLOCATED, tuple(requests), observed()))
     assert numbers["within SLOs"] == pytest.approx(1 / 3)
     assert numbers["goodput"] == pytest.approx(1 / 9.1)
 
@@ -176,7 +189,7 @@ def test_transfer_costs_are_of_the_best_engine() -> None:
 
 def test_a_run_that_took_what_steps_take_is_simulated_as_it_was() -> None:
     run = alone("d", *(Request(10.0 * i, 100 + 40 * i, 5) for i in range(8)))
-    compared = MODEL.compare(run, routing.COMPARED)
+    compared = compare(run, routing.COMPARED, TRANSFER)
     assert [each.what for each in compared] == ["TTFT mean", "TTFT p50", "TTFT p99"]
     assert [each.ratio for each in compared] == pytest.approx([1.0] * 3)
     # Warm-up said that steps take twice as long.
@@ -184,13 +197,13 @@ def test_a_run_that_took_what_steps_take_is_simulated_as_it_was() -> None:
 
 
 def test_a_report_has_every_part() -> None:
-    results = Results(rates=rates(), models={1: MODEL, 2: MODEL})
+    results = Results(rates=rates())
     results.add_runs("a", [streams_and_prompts(setup) for setup in interference.SETUPS])
     requests = [Request(0.0, 600, 4, "prefix-1", 512), Request(5.0, 560, 4, "prefix-1", 512)]
     results.add_runs("d", [alone(name.value, *requests, routing=name) for name in routing.ROUTINGS])
     for _ in range(2):
         runs = [
-            Run(goodput.name_of(setup, per_second), setup, alone("", Request(0.0, 300, 4)).served)
+            Run(goodput.name_of(setup, per_second), setup, alone("", Request(0.0, 300, 4)).served, observed())
             for setup in goodput.SETUPS
             for per_second in goodput.RATES
         ]
@@ -211,7 +224,7 @@ def test_a_report_has_every_part() -> None:
 
 def test_rows_are_medians_over_repeats() -> None:
     def run(seconds: float) -> Run:
-        return Run("policy", COLOCATED, (served(Request(0.0, 100, 2), seconds, 0.1),), RoutingName.POLICY)
+        return Run("policy", COLOCATED, (served(Request(0.0, 100, 2), seconds, 0.1),), observed(), RoutingName.POLICY)
 
     rows = rows_of_runs(PARTS["d"], [[run(1.0)], [run(5.0)], [run(2.0)]])
     assert rows["policy"]["TTFT mean"] == pytest.approx(2.0)

@@ -24,7 +24,7 @@ from services.simulator.blocks import Blocks
 from services.simulator.cluster import Cluster, Pools, TooLarge
 from services.simulator.costs import CostsError, linear_costs, read_step_costs
 from services.simulator.holders import Holders
-from services.simulator.machine import Machine
+from services.simulator.machine import ByKind, Machine
 from services.simulator.outcomes import Outcomes, quantiles, weighted_quantiles
 from services.simulator.pool_sizes import least_of_both, least_separate
 from services.simulator.report import Objectives, PlotUnavailable, drawing, plot, summarise, table
@@ -102,12 +102,12 @@ def test_attention_costs_what_is_attended_to() -> None:
 
 
 def test_workers_of_one_machine_slow_each_other_down() -> None:
-    machine = replace(MACHINE, shared_costs=linear_costs(0.02, 10_000, 512))
+    machine = replace(MACHINE, beside_another=ByKind(prompts=1.5, streams=3.0))
     requests = [Request(0.0, 500, 1), Request(0.001, 400, 1), Request(5.0, 300, 1)]
     outcomes = run(requests, Pools(num_both=2), machine=machine, routing=RoutingName.ROUND_ROBIN)
     ttft = dict(zip(outcomes.order, outcomes.ttft, strict=True))
     # The second begins beside the first; the third is alone again.
-    assert [ttft[place] for place in range(3)] == pytest.approx([step(500), 0.02 + 400 / 10_000, step(300)])
+    assert [ttft[place] for place in range(3)] == pytest.approx([step(500), 1.5 * step(400), step(300)])
 
 
 def test_latency_comes_before_the_first_token_alone() -> None:

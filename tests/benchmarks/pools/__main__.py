@@ -26,8 +26,7 @@ from tests.benchmarks.pools.prefixes import measure_prefixes
 from tests.benchmarks.pools.report import render, to_json
 from tests.benchmarks.pools.results import Results
 from tests.benchmarks.pools.routing import measure_routing
-from tests.benchmarks.pools.simulation import measure_models
-from tests.benchmarks.pools.transfer import measure_transfers, transfer_costs
+from tests.benchmarks.pools.transfer import measure_transfers
 
 _LEAST_WIDTH = 110
 _LETTERS = "abcde"
@@ -37,10 +36,9 @@ _SERVED = "ade"
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured: turns of calibration and transfers, prompts among streams, samples of each prefix, requests
+    """How much is measured: turns of transfers, prompts among streams, samples of each prefix, requests
     over shared prompts, seconds of load at each rate."""
 
-    turns: int = 4
     transfers: int = 9
     prompts: int = 10
     samples: int = 3
@@ -49,7 +47,7 @@ class Scale:
 
 
 _FULL = Scale()
-_QUICK = Scale(turns=1, transfers=2, prompts=2, samples=1, requests=8, seconds=8.0)
+_QUICK = Scale(transfers=2, prompts=2, samples=1, requests=8, seconds=8.0)
 
 
 def main() -> None:
@@ -78,8 +76,6 @@ async def _measure(letters: str, repeats: int, scale: Scale, tell: OnStep) -> Re
     if any(letter in letters for letter in "b" + _SERVED):
         tell("b: transfers")
         results.rates += await measure_transfers(scale.transfers * (repeats if "b" in letters else 1))
-    if any(letter in letters for letter in _SERVED):
-        results.models = await measure_models(pair, transfer_costs(results.rates), scale.turns, tell)
     for repeat in range(repeats):
         for letter in letters:
             which = letter if repeats == 1 else f"{letter}, repeat {repeat + 1} of {repeats}"

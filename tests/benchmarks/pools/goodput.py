@@ -10,10 +10,11 @@ from services.simulator.report import Objectives, summarise
 from services.simulator.workload import Lengths, Request, Workload
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
+from tests.benchmarks.pools.observed import watching
 from tests.benchmarks.pools.run import Numbers, Run
-from tests.benchmarks.pools.setup import APART, COLOCATED, Setup, serving
-from tests.benchmarks.pools.trace import draw_prompts, play
-from tests.support.service import inference, wait_until_idle
+from tests.benchmarks.pools.setup import APART, COLOCATED, Setup
+from tests.benchmarks.pools.trace import draw_prompts
+from tests.support.service import inference
 
 SETUPS: Final = (COLOCATED, APART)
 RATES: Final = (0.4, 0.8, 1.2, 1.6)
@@ -34,18 +35,17 @@ COMPARED: Final[Numbers] = {
 
 
 async def measure_goodput(pair: Pair, seconds: float, seed: int, on_step: OnStep) -> list[Run]:
-    """Serves the same traces, of so many seconds each, with each setup. Raises as `serving` and `play` do."""
+    """Serves the same traces, of so many seconds each, with each setup. Raises as `watching` and `play` do."""
     traces = {rate: trace(rate, seconds, seed) for rate in RATES}
     runs = []
     for setup in SETUPS:
         on_step(f"starting {setup.name}")
-        async with serving(setup, pair) as stack, inference(stack) as stub:
+        async with watching(setup, pair) as watched, inference(watched.stack) as stub:
             for rate, requests in traces.items():
                 on_step(f"{len(requests)} requests, {rate:g} a second, {setup.name}: {requests[-1].time:.0f} s")
                 texts = draw_prompts(requests, pair.prompts)
-                served = await play(requests, texts, lambda place, request: stub)
-                runs.append(Run(name_of(setup, rate), setup, tuple(served)))
-                await wait_until_idle(stack)
+                served, observed = await watched.play(requests, texts, lambda place, request: stub)
+                runs.append(Run(name_of(setup, rate), setup, served, observed))
     return runs
 
 

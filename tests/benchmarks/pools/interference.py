@@ -11,9 +11,10 @@ from services.simulator.outcomes import quantiles, weighted_quantiles
 from services.simulator.workload import Request
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
+from tests.benchmarks.pools.observed import watching
 from tests.benchmarks.pools.run import Numbers, Run
-from tests.benchmarks.pools.setup import APART, Setup, serving
-from tests.benchmarks.pools.trace import draw_prompts, play
+from tests.benchmarks.pools.setup import APART, Setup
+from tests.benchmarks.pools.trace import draw_prompts
 from tests.support.service import inference
 
 NUM_STREAMS: Final = 8
@@ -43,18 +44,18 @@ COMPARED: Final[Numbers] = {
 
 
 async def measure_interference(pair: Pair, num_prompts: int, on_step: OnStep) -> list[Run]:
-    """Serves the same trace with each setup. Raises as `serving` and `play` do."""
+    """Serves the same trace with each setup. Raises as `watching` and `play` do."""
     requests = trace(num_prompts)
     end = requests[-1].time + SECONDS_BETWEEN
     runs = []
     for setup in SETUPS:
         on_step(f"starting {setup.name}")
-        async with serving(setup, pair) as stack, inference(stack) as stub:
+        async with watching(setup, pair) as watched, inference(watched.stack) as stub:
             on_step(f"{NUM_STREAMS} streams and {num_prompts} prompts, {setup.name}: {end:.0f} s")
             texts = draw_prompts(requests, pair.prompts)
             cut_off = dict.fromkeys(range(NUM_STREAMS), end)
-            served = await play(requests, texts, lambda place, request: stub, cut_off)
-        runs.append(Run(setup.name, setup, tuple(served)))
+            served, observed = await watched.play(requests, texts, lambda place, request: stub, cut_off)
+        runs.append(Run(setup.name, setup, served, observed))
     return runs
 
 

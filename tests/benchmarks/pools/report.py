@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import median, pstdev
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -12,17 +12,21 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from shared.policy.step_costs import StepCosts
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.pools import goodput, interference, prefixes, routing
 from tests.benchmarks.pools.results import Part, Results, Rows, comparisons_of, rows_of
 from tests.benchmarks.pools.run import Run
-from tests.benchmarks.pools.simulation import Comparison, Model
-from tests.benchmarks.pools.transfer import COPY, RAW, Rate
+from tests.benchmarks.pools.simulation import Comparison, at_warm_up, steps_of
+from tests.benchmarks.pools.transfer import COPY, RAW, Rate, transfer_costs
 
 LEAST_OF_RAW: Final = 0.8
 """Share of what nixl moves by itself that our engine should, and a fetch with it."""
 MOST_ERROR: Final = 0.15
 """How far a simulated number should be off the measured one at most."""
+
+# Of steps whose costs are shown.
+_SHOWN_SIZES = (1, 8, 64, 512)
 
 PARTS: Final = {
     "a": Part(
@@ -60,7 +64,7 @@ def render(results: Results, machine: Machine) -> Group:
         parts += [Text(_crossing(rows_of(PARTS["e"], results.runs["e"]))), Text()]
     compared = _comparisons(results)
     if compared:
-        parts += [_step_costs(results.models), Text(), _simulated(compared), Text()]
+        parts += [_step_costs(results), Text(), _simulated(compared), Text()]
     parts.append(Text(f"bf16, greedy, speculation off; medians over the repeats.\n{machine}", "dim"))
     return Group(*parts)
 
@@ -72,18 +76,21 @@ def to_json(results: Results, machine: Machine, options: Mapping[str, Any]) -> d
         "options": dict(options),
         "rows": {letter: rows_of(PARTS[letter], runs) for letter, runs in results.runs.items()},
         "comparisons": {letter: [asdict(each) for each in compared] for letter, compared in _comparisons(results)},
-        "calibrations": {
-            threads: {
-                "at_warm_up": model.at_warm_up,
-                **asdict(model.calibration),
-                "shared_costs": model.shared_costs,
-                **asdict(model.transfer),
-            }
-            for threads, model in results.models.items()
-        },
         "transfers": [asdict(rate) for rate in results.rates],
         "prefixes": [asdict(sample) for sample in results.samples],
         "runs": {letter: [[_run(run) for run in runs] for runs in repeats] for letter, repeats in results.runs.items()},
+    }
+
+
+def _steps(run: Run) -> dict[str, Any]:
+    fitted = steps_of(run)
+    return {
+        "count": fitted.num_steps,
+        "costs": fitted.costs.measured,
+        "attention_seconds": fitted.attention_seconds,
+        "context_seconds": fitted.context_seconds,
+        "beside_another": fitted.beside_another._asdict(),
+        "variation": {kind: pstdev(ratios) for kind, ratios in fitted.variation._asdict().items()},
     }
 
 
@@ -92,6 +99,9 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "setup": asdict(run.setup),
         "routing": run.routing.value,
+        "steps": _steps(run),
+        "at_warm_up": at_warm_up(run),
+        "latency_seconds": run.observed.latency_seconds,
         "requests": [
             {
                 **each.request._asdict(),
@@ -105,9 +115,10 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _comparisons(results: Results) -> list[tuple[str, list[Comparison]]]:
-    return [
-        (letter, comparisons_of(PARTS[letter], repeats, results.models)) for letter, repeats in results.runs.items()
-    ]
+    if not results.runs:
+        return []
+    transfer = transfer_costs(results.rates)
+    return [(letter, comparisons_of(PARTS[letter], repeats, transfer)) for letter, repeats in results.runs.items()]
 
 
 def _served(letter: str, rows: Rows) -> Table:
@@ -177,14 +188,25 @@ def _crossing(rows: Rows) -> str:
     return f"e: {goodput.verdict(goodput.RATES, one, other)}"
 
 
-def _step_costs(models: Mapping[int, Model]) -> Table:
-    """What the workers measured at warm-up, and what steps took when they were served."""
-    table = _table("steps, in milliseconds", "threads", "tokens", "at warm-up", "as served", "beside another")
-    for threads, model in models.items():
-        shared = dict(model.shared_costs or ())
-        for (tokens, seconds), before in zip(model.calibration.costs, model.warm_up_seconds(), strict=True):
-            beside = f"{1000 * shared[tokens]:.1f}" if tokens in shared else "-"
-            table.add_row(str(threads), str(tokens), f"{1000 * before:.1f}", f"{1000 * seconds:.1f}", beside)
+def _step_costs(results: Results) -> Table:
+    """What steps cost in the first repeat of each run, and what the workers had measured at warm-up."""
+    headings = [f"{size} tokens" for size in _SHOWN_SIZES]
+    title = "steps, in milliseconds (at warm-up)"
+    table = _table(title, "", "", "steps", *headings, "1,000 of context", "beside another", "±")
+    for letter, repeats in results.runs.items():
+        for run in repeats[0]:
+            fitted, warm_up = steps_of(run), StepCosts(at_warm_up(run))
+            costs = ((fitted.costs.seconds(size), warm_up.seconds(size)) for size in _SHOWN_SIZES)
+            variation = pstdev(ratio for ratios in fitted.variation for ratio in ratios)
+            table.add_row(
+                letter,
+                run.name,
+                str(fitted.num_steps),
+                *(f"{1000 * seconds:.0f} ({1000 * before:.0f})" for seconds, before in costs),
+                f"{1e6 * fitted.context_seconds:.1f}",
+                " / ".join(f"{factor:.2f}" for factor in fitted.beside_another),
+                f"{variation:.0%}",
+            )
     return table
 
 

@@ -8,8 +8,8 @@ from statistics import median
 
 from tests.benchmarks.pools.prefixes import Sample
 from tests.benchmarks.pools.run import Numbers, Run
-from tests.benchmarks.pools.simulation import Comparison, Model
-from tests.benchmarks.pools.transfer import Rate
+from tests.benchmarks.pools.simulation import Comparison, compare
+from tests.benchmarks.pools.transfer import Rate, TransferCosts
 
 Rows = Mapping[str, Mapping[str, float]]
 """Numbers by name, of each run by its name."""
@@ -26,12 +26,11 @@ class Part:
 
 @dataclass(slots=True)
 class Results:
-    """`runs`: of each part by its letter, those of each repeat; `models` by the threads of a worker."""
+    """`runs`: of each part by its letter, those of each repeat."""
 
     runs: dict[str, list[list[Run]]] = field(default_factory=dict)
     rates: list[Rate] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    models: dict[int, Model] = field(default_factory=dict)
 
     def add_runs(self, letter: str, runs: list[Run]) -> None:
         """Of one more repeat of the part."""
@@ -47,11 +46,11 @@ def rows_of(part: Part, repeats: Sequence[Sequence[Run]]) -> Rows:
     }
 
 
-def comparisons_of(part: Part, repeats: Sequence[Sequence[Run]], models: Mapping[int, Model]) -> list[Comparison]:
+def comparisons_of(part: Part, repeats: Sequence[Sequence[Run]], transfer: TransferCosts) -> list[Comparison]:
     """Of each run and number: the repeat with the median ratio of what was simulated to what was measured."""
     found: dict[tuple[str, str], list[Comparison]] = {}
     for runs in repeats:
         for run in runs:
-            for each in models[run.setup.num_threads].compare(run, part.compared):
+            for each in compare(run, part.compared, transfer):
                 found.setdefault((each.run, each.what), []).append(each)
     return [sorted(several, key=lambda each: each.ratio)[len(several) // 2] for several in found.values()]

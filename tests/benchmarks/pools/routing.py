@@ -16,9 +16,10 @@ from services.simulator.routing import RoutingName
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
+from tests.benchmarks.pools.observed import watching
 from tests.benchmarks.pools.run import Numbers, Run
-from tests.benchmarks.pools.setup import COLOCATED, serving
-from tests.benchmarks.pools.trace import Choose, draw_prompts, play
+from tests.benchmarks.pools.setup import COLOCATED
+from tests.benchmarks.pools.trace import Choose, draw_prompts
 from tests.benchmarks.second_router import second_router
 from tests.support.service import inference
 
@@ -38,17 +39,17 @@ COMPARED: Final[Numbers] = {
 
 
 async def measure_routing(pair: Pair, num_requests: int, seed: int, on_step: OnStep) -> list[Run]:
-    """Serves the same trace under each routing, each on workers just started. Raises as `serving` and `play` do."""
+    """Serves the same trace under each routing, each on workers just started. Raises as `watching` and `play` do."""
     requests = list(Workload(RATE, num_requests, _OWN_TOKENS, _OUTPUT_TOKENS, prefixes=PREFIXES).requests(seed))
     texts = draw_prompts(requests, pair.prompts)
     runs = []
     for routing in ROUTINGS:
         on_step(f"starting 2 workers for {routing}")
-        async with serving(COLOCATED, pair) as stack, AsyncExitStack() as routers:
-            choose = await _chooser(stack, routing, routers)
+        async with watching(COLOCATED, pair) as watched, AsyncExitStack() as routers:
+            choose = await _chooser(watched.stack, routing, routers)
             on_step(f"{num_requests} requests by {routing}: {requests[-1].time:.0f} s")
-            served = await play(requests, texts, choose)
-        runs.append(Run(routing.value, COLOCATED, tuple(served), routing))
+            served, observed = await watched.play(requests, texts, choose)
+        runs.append(Run(routing.value, COLOCATED, served, observed, routing))
     return runs
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.simulator.outcomes import Outcomes
 from services.simulator.routing import RoutingName
 from services.simulator.workload import Request
+from tests.benchmarks.pools.observed import Observed
 from tests.benchmarks.pools.setup import Setup
 from tests.benchmarks.pools.trace import Served, outcomes_of
 
@@ -22,6 +23,7 @@ class Run:
     name: str
     setup: Setup
     served: tuple[Served, ...]
+    observed: Observed
     routing: RoutingName = RoutingName.POLICY
 
     @property

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import math
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
-from outrider.v1 import worker_pb2
-
-from services.simulator.cluster import Cluster, Pools
+from services.simulator.cluster import Cluster
 from services.simulator.machine import Machine
 from services.simulator.outcomes import Outcomes
+from services.simulator.step_fit import Fitted, fit_steps
 from shared.policy.placement import TransferRates
 from shared.policy.step_costs import StepCosts
-from tests.benchmarks.measurement import OnStep
-from tests.benchmarks.model_pair import Pair
-from tests.benchmarks.pools.calibration import Calibration, Costs, busy, calibrate
 from tests.benchmarks.pools.run import Numbers, Run
-from tests.benchmarks.pools.setup import COLOCATED, Setup, serving, worker_info
 from tests.benchmarks.pools.transfer import TransferCosts
-from tests.benchmarks.second_router import second_router
-from tests.support.service import inference
 
-_ALONE = Setup("1 both", Pools(num_both=1), num_threads=2, max_batch_tokens=2048)
 # As the workers' own default.
 _MAX_SEQUENCES = 256
-# Steps that are simulated at once: contexts hardly grow in so many.
+# Steps that are simulated at once: contexts hardly grow in so many, and a machine is slower or faster for about as
+# long.
 _LONGEST_RUN = 16
+# Steps vary at random: medians over so many simulations.
+_NUM_SEEDS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A number of a run as it was measured, as it was simulated, and as it would have been if steps took what the
-    workers measured at warm-up."""
+    """A number of a run as it was measured, as it was simulated with what steps took in it, and as it would have been
+    if they took what the workers measured at warm-up."""
 
     run: str
     what: str
@@ -50,78 +45,57 @@ class Comparison:
         return _ratio(self.from_warm_up, self.live)
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """All that the simulator is told of this machine: what workers say of themselves, and what was measured.
+def compare(run: Run, numbers: Numbers, transfer: TransferCosts) -> list[Comparison]:
+    """Each of these numbers, on the very trace that was served, by the router's own policy.
 
-    `calibration`: of a worker while no other computes; `shared_costs`: its steps while another does, if there is one.
+    The simulator is told what a step of this run cost, by the tokens in it. When which step was taken with what in it,
+    and so who waited for whom, is its own affair.
     """
-
-    info: worker_pb2.WorkerInfo
-    calibration: Calibration
-    transfer: TransferCosts
-    shared_costs: Costs | None = None
-
-    def compare(self, run: Run, numbers: Numbers) -> list[Comparison]:
-        """Each of these numbers, on the very trace that was served."""
-        live, simulated = run.outcomes, self._simulate(run, self.calibration, self.shared_costs)
-        from_warm_up = self._simulate(run, Calibration(self.at_warm_up, 0.0, 0.0, 0.0), None)
-        return [
-            Comparison(run.name, what, number(live), number(simulated), number(from_warm_up))
-            for what, number in numbers.items()
-        ]
-
-    @property
-    def at_warm_up(self) -> Costs:
-        """Seconds of a step by its tokens, as the worker measured them before it served."""
-        return tuple((cost.num_tokens, cost.seconds) for cost in self.info.step_costs)
-
-    def warm_up_seconds(self) -> list[float]:
-        """What steps of the sizes in the calibration would take by that."""
-        costs = StepCosts(self.at_warm_up)
-        return [costs.seconds(tokens) for tokens, _ in self.calibration.costs]
-
-    def _simulate(self, run: Run, calibration: Calibration, shared_costs: Costs | None) -> Outcomes:
-        setup = run.setup
-        machine = Machine(
-            StepCosts(calibration.costs),
-            setup.max_batch_tokens,
-            min(_MAX_SEQUENCES, setup.max_batch_tokens),
-            self.info.num_blocks,
-            self.info.block_size,
-            StepCosts(shared_costs) if shared_costs is not None else None,
-            calibration.attention_seconds,
-            calibration.context_seconds,
-            calibration.latency_seconds,
-            _LONGEST_RUN,
-        )
-        bytes_per_token = self.info.block_bytes / self.info.block_size
-        rates = TransferRates(bytes_per_token, self.transfer.fixed_seconds, self.transfer.bytes_per_second)
-        return Cluster(setup.pools, machine, rates, run.routing).run(run.requests)
+    live = run.outcomes
+    fitted = steps_of(run)
+    simulated = [_simulate(run, fitted_machine(run, fitted), transfer, seed) for seed in range(_NUM_SEEDS)]
+    from_warm_up = _simulate(run, _machine(run, StepCosts(at_warm_up(run))), transfer, 0)
+    return [
+        Comparison(run.name, what, number(live), median(map(number, simulated)), number(from_warm_up))
+        for what, number in numbers.items()
+    ]
 
 
-async def measure_models(pair: Pair, transfer: TransferCosts, turns: int, on_step: OnStep) -> dict[int, Model]:
-    """By the threads of a worker: of one that has both cores, and of one that has a core beside another.
+def steps_of(run: Run) -> Fitted:
+    """What steps cost in the run."""
+    return fit_steps(run.observed.logs, one_machine=True)
 
-    Raises as `serving` and `calibrate` do.
-    """
-    models = {}
-    on_step("starting a worker of two threads")
-    async with serving(_ALONE, pair) as stack, inference(stack) as stub:
-        on_step("steps of two threads")
-        alone = await calibrate(stub, pair.prompts, _ALONE.max_batch_tokens, turns)
-        models[_ALONE.num_threads] = Model(await worker_info(stack, _ALONE.workers[0]), alone, transfer)
-    on_step("starting two workers of a thread")
-    async with serving(COLOCATED, pair) as stack, AsyncExitStack() as routers:
-        one, other = [await routers.enter_async_context(second_router(stack, [name])) for name in COLOCATED.workers]
-        info, most = await worker_info(stack, COLOCATED.workers[0]), COLOCATED.max_batch_tokens
-        on_step("steps of one thread")
-        alone = await calibrate(one, pair.prompts, most, turns)
-        on_step("steps of one thread beside a busy worker")
-        async with busy(other, pair.prompts):
-            beside = await calibrate(one, pair.prompts, most, turns)
-        models[COLOCATED.num_threads] = Model(info, alone, transfer, beside.costs)
-    return models
+
+def at_warm_up(run: Run) -> list[tuple[int, float]]:
+    """Seconds of a step by its tokens, as a worker measured them before it served."""
+    return [(cost.num_tokens, cost.seconds) for cost in run.observed.info.step_costs]
+
+
+def fitted_machine(run: Run, fitted: Fitted) -> Machine:
+    """The run's workers, with what steps cost in it."""
+    return _machine(run, fitted.costs, fitted)
+
+
+def _machine(run: Run, costs: StepCosts, fitted: Fitted | None = None) -> Machine:
+    most, info = run.setup.max_batch_tokens, run.observed.info
+    machine = Machine(costs, most, min(_MAX_SEQUENCES, most), info.num_blocks, info.block_size)
+    if fitted is None:
+        return machine
+    return replace(
+        machine,
+        attention_seconds=fitted.attention_seconds,
+        context_seconds=fitted.context_seconds,
+        beside_another=fitted.beside_another,
+        variation=fitted.variation,
+        latency_seconds=run.observed.latency_seconds,
+        longest_run=_LONGEST_RUN,
+    )
+
+
+def _simulate(run: Run, machine: Machine, transfer: TransferCosts, seed: int) -> Outcomes:
+    bytes_per_token = run.observed.info.block_bytes / machine.block_size
+    rates = TransferRates(bytes_per_token, transfer.fixed_seconds, transfer.bytes_per_second)
+    return Cluster(run.setup.pools, machine, rates, run.routing, seed).run(run.requests)
 
 
 def _ratio(simulated: float, live: float) -> float:

@@ -1,0 +1,54 @@
+"""Steps of a worker as it wrote them down: what each took."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from services.simulator.costs import CostsError
+
+
+class Step(NamedTuple):
+    """A step, by the names of its line in the log of a target worker."""
+
+    time: float
+    seconds: float
+    tokens: int
+    prefill_tokens: int
+    sequences: int
+    prefill_attended: int
+    context_tokens: int
+
+    @property
+    def end(self) -> float:
+        return self.time + self.seconds
+
+
+def read_step_log(path: Path) -> list[Step]:
+    """The steps of one worker, by their time. Raises CostsError for a file that is no such log."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostsError(f"{path}: {error}") from error
+    return sorted(_step(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _step(path: Path, number: int, line: str) -> Step:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise CostsError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CostsError(f"{path}, line {number}: not an object")
+    numbers = []
+    for name in Step._fields:
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise CostsError(f"{path}, line {number}: field {name} must be a number from 0, not {value!r}")
+        numbers.append(value)
+    step = Step(*numbers)  # type: ignore[arg-type] # numbers, as was just seen
+    if step.tokens < 1 or step.seconds <= 0:
+        raise CostsError(f"{path}, line {number}: a step has a token at least, and takes time")
+    return step
