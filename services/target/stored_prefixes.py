@@ -81,6 +81,7 @@ class StoredPrefixes:
         Raises TransferFailed if something is missing and nothing came.
         """
         num_blocks = 0
+        ended = False
         missing = kv_import.block_hashes[kv_import.num_held :]
         try:
             async with self._places:
@@ -89,16 +90,20 @@ class StoredPrefixes:
                     piece = missing[at : at + self._blocks_a_piece]
                     limit = _PIECE_SECONDS + len(piece) * self._pool.block_num_bytes / _LEAST_RATE
                     payloads = await self._store.get(piece, limit)
-                    await self._take_in(kv_import, payloads)
+                    last = len(payloads) < len(piece) or at + len(piece) == len(missing)
+                    if payloads:
+                        await self._take_in(kv_import, payloads, last)
+                        ended = last
                     num_blocks += len(payloads)
-                    if len(payloads) < len(piece):
+                    if last:
                         break
         except OutOfBlocks as error:
             raise TransferFailed(f"no room for what comes: {error}") from error
         except EngineEnded as error:
             raise TransferFailed("this worker is ending") from error
         finally:
-            await finish(end_import(self._engine_loop, kv_import))
+            if not ended:
+                await finish(end_import(self._engine_loop, kv_import))
         if missing and not num_blocks:
             raise TransferFailed("the prefix store has none of its blocks, or does not answer")
         num_bytes = num_blocks * self._pool.block_num_bytes
@@ -119,15 +124,22 @@ class StoredPrefixes:
     def _is_busy(self) -> bool:
         return bool(self._waiting or self._copying or self._store.num_pending)
 
-    async def _take_in(self, kv_import: KVImport, payloads: Sequence[bytes]) -> None:
-        """Raises OutOfBlocks."""
-        if not payloads:
-            return
+    async def _take_in(self, kv_import: KVImport, payloads: Sequence[bytes], last: bool) -> None:
+        """The next blocks; the `last` ones end the import as they are taken in: who waits is in the next step.
+
+        Raises OutOfBlocks.
+        """
         blocks = await self._engine_loop.ask(lambda: self._imports.allocate(kv_import, len(payloads)))
         # To its end also when we are cancelled: nothing may be written to the pool later.
         await finish(asyncio.to_thread(self._write, blocks, payloads))
         num_tokens = (kv_import.num_held + len(blocks)) * self._block_size
-        await self._engine_loop.ask(lambda: self._imports.arrived(kv_import, blocks, num_tokens))
+
+        def take_in() -> None:
+            self._imports.arrived(kv_import, blocks, num_tokens)
+            if last:
+                self._imports.end(kv_import)
+
+        await self._engine_loop.ask(take_in)
 
     def _write(self, blocks: Sequence[int], payloads: Sequence[bytes]) -> None:
         for block, payload in zip(blocks, payloads, strict=True):

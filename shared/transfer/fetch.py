@@ -74,10 +74,12 @@ class Fetcher:
         unnoticed may have given them to others. The import is ended in any case, and none of its blocks is written to
         any more. Raises TransferFailed; what is missing is to be computed then.
         """
+        ended = False
         try:
             fetch = _Fetch(self._engine_loop, self._layout, self._engines, kv_import)
             async with self._channels.to(address) as channel:
                 num_blocks, engine = await fetch.run(transfer_pb2_grpc.TransferStub(channel), address, ticket)
+            ended = True
         except grpc.aio.AioRpcError as error:
             raise TransferFailed(f"{error.code().name}: {error.details()}") from error
         except OutOfBlocks as error:
@@ -85,7 +87,8 @@ class Fetcher:
         except EngineEnded as error:
             raise TransferFailed("this worker is ending") from error
         finally:
-            await finish(end_import(self._engine_loop, kv_import))
+            if not ended:
+                await finish(end_import(self._engine_loop, kv_import))
         num_bytes = num_blocks * self._layout.block_bytes
         return Fetched(kv_import.num_tokens, num_bytes, engine, fetch.read_seconds)
 
@@ -121,7 +124,8 @@ class _Fetch:
         self._writing = asyncio.Lock()
 
     async def run(self, stub: Any, address: str, ticket: bytes | None) -> tuple[int, str]:
-        """Returns how many blocks came, and by which engine. Raises TransferFailed, AioRpcError, OutOfBlocks."""
+        """Returns how many blocks came, and by which engine; the import is ended then. Raises TransferFailed,
+        AioRpcError, OutOfBlocks."""
         call = stub.Fetch()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -139,9 +143,13 @@ class _Fetch:
             # A read that is cancelled returns when nothing is written to our blocks any more.
             await finish(_gather(tasks))
             call.cancel()
-        num_tokens = self._num_tokens or 0
-        await self._loop.ask(lambda: self._imports.arrived(self._import, self._read, num_tokens))
+        await self._loop.ask(self._take_in)
         return len(self._read), engine
+
+    def _take_in(self) -> None:
+        """Takes in what was read and ends the import, both between the same two steps: who waits is in the next."""
+        self._imports.arrived(self._import, self._read, self._num_tokens or 0)
+        self._imports.end(self._import)
 
     async def _begin(self, call: Any, ticket: bytes | None) -> transfer_pb2.FetchAccepted:
         begin = transfer_pb2.FetchBegin(layout=self._layout, engines=list(self._engines), first_block=self._first_block)

@@ -31,7 +31,7 @@ from shared.transfer.fetch import Fetched, Fetcher
 from shared.transfer.offers import Offers
 from shared.worker.stream import RouterStream
 from tests.support.greedy import python_prompts, references
-from tests.support.kv_engine import KVEngine, layout_of
+from tests.support.kv_engine import KVEngine, layout_of, note_import_turns
 from tests.support.machine import BLOCK_SIZE
 from tests.support.router_stack import until
 from tests.support.service import generate, inference, running_stack, wait_until_idle
@@ -156,6 +156,16 @@ async def test_what_one_worker_computed_another_need_not(redis: RedisServer) -> 
         assert sequence.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE
         assert second.engine.num_computed == 3
         assert second.stored.counts() == {"stored": 0, "dropped": 0, "hit": NUM_BLOCKS, "corrupt": 0}
+
+
+async def test_who_waits_for_stored_blocks_is_in_the_step_after_they_came(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with worker(redis.url) as first, worker(redis.url) as second:
+        await keep(first, PROMPT)
+        turns = note_import_turns(second.engine, second.loop, monkeypatch)
+        await fetched(second, [*PROMPT, 7])
+        assert turns["arrived"] == turns["end"] is not None
 
 
 async def test_what_is_here_is_not_fetched(redis: RedisServer) -> None:

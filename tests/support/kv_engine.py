@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 import torch
 from outrider.v1 import transfer_pb2, transfer_pb2_grpc
 
@@ -164,3 +165,18 @@ async def kv_worker(
             await each.close()
         await server.stop()
         loop.stop()
+
+
+def note_import_turns(engine: KVEngine, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
+    """In which turn of the loop something arrived in the pool, and in which an import ended: at first, by name."""
+    imports = engine.scheduler.imports
+    turns: dict[str, int | None] = {}
+    for name in ("arrived", "end"):
+        method = getattr(imports, name)
+
+        def note(*arguments: Any, name: str = name, method: Any = method) -> None:
+            turns.setdefault(name, loop.turn)
+            method(*arguments)
+
+        monkeypatch.setattr(imports, name, note)
+    return turns

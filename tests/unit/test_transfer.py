@@ -24,7 +24,7 @@ from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, Tr
 from shared.transfer.finish import finish
 from shared.transfer.grpc import GrpcEngine
 from shared.transfer.servicer import TransferServicer
-from tests.support.kv_engine import KVEngine, KVWorker, kv_worker
+from tests.support.kv_engine import KVEngine, KVWorker, kv_worker, note_import_turns
 from tests.support.machine import BLOCK_SIZE, ROOT, VOCAB_SIZE, decoded, new_sequence
 from tests.support.router_stack import read_all, until
 
@@ -83,6 +83,18 @@ async def test_a_prompt_goes_over_while_it_is_computed(length: int, budget: int,
             await p.remove(sequence)
         await p.until_idle()
         await d.until_idle()
+
+
+async def test_who_waits_for_blocks_is_in_the_step_after_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kv_worker() as p, kv_worker() as d:
+        sequence = new_sequence(prompt_of(70), 1, num_steps=1)
+        await p.add(sequence, TICKET)
+        await until_drawn([sequence])
+        kv_import = await begin_import(d, prompt_of(70))
+        turns = note_import_turns(d.engine, d.loop, monkeypatch)
+        await d.fetcher.fetch(kv_import, p.address, TICKET)
+        # Between the same two steps: a turn is what happens between two, and the step.
+        assert turns["arrived"] == turns["end"] is not None
 
 
 async def test_nothing_comes_that_is_here_already() -> None:
