@@ -23,6 +23,8 @@ from services.simulator.outcomes import Outcomes
 from services.simulator.pool_sizes import least_of_both, least_separate
 from services.simulator.report import Objectives, PlotUnavailable, Summary, drawing, plot, summarise, table
 from services.simulator.routing import RoutingName
+from services.simulator.step_fit import as_logged
+from services.simulator.step_log import read_step_log
 from services.simulator.trace import read_trace
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from shared.policy.placement import TransferRates
@@ -109,6 +111,14 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Measured steps in place of these, as JSON: \\[\\[tokens, seconds], ...]."),
     ] = None,
+    step_log: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Steps that a target worker wrote down by its --step-log: what they cost, by their tokens and "
+            "contexts, and how much that varies; given more than once, of several workers.",
+        ),
+    ] = None,
     max_batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens in a step.")] = 512,
     max_sequences: Annotated[int, typer.Option(metavar="N", min=1, help="Most sequences in a step.")] = 256,
     kv_tokens: Annotated[
@@ -156,16 +166,21 @@ def simulate(
             return
         if plot_file is not None:
             drawing()
+        if step_log and step_costs is not None:
+            raise ValueError("--step-log and --step-costs both say what steps cost: give one of them")
         costs = (
             linear_costs(step_seconds, tokens_per_second, max_batch_tokens)
             if step_costs is None
             else read_step_costs(step_costs)
         )
+        machine = Machine(costs, max_batch_tokens, max_sequences, kv_tokens // block_size, block_size)
+        if step_log:
+            machine = as_logged(machine, [read_step_log(path) for path in step_log])
         prompt, output = Lengths(prompt_tokens, prompt_variation), Lengths(output_tokens, output_variation)
         workload = Workload(rate, requests, prompt, output, burstiness, shared)
         bench = _Bench(
             list(workload.requests(seed)) if trace is None else read_trace(trace, model),
-            Machine(costs, max_batch_tokens, max_sequences, kv_tokens // block_size, block_size),
+            machine,
             TransferRates(kv_bytes_per_token, link_seconds, link_rate),
             Objectives(slo_ttft, slo_tpot),
             seed,

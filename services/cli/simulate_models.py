@@ -14,7 +14,9 @@ from services.simulator.model_report import PlacementRun, placement_run
 from services.simulator.sharing import simulate_models
 
 # Options that mean nothing to several models on shared workers.
-_FOR_ONE_MODEL = ("prefill", "decode", "attainment", "most_workers", "routing", "model", "kv_tokens", "plot_file")
+_FOR_ONE_MODEL = (
+    *("prefill", "decode", "attainment", "most_workers", "routing", "model", "step_log", "kv_tokens", "plot_file"),
+)
 
 
 def reject_options_for_one_model(context: typer.Context) -> None:

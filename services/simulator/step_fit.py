@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.simulator.costs import CostsError
-from services.simulator.machine import AS_ALONE, AS_FORESEEN, ByKind
+from services.simulator.machine import AS_ALONE, AS_FORESEEN, ByKind, Machine
 from services.simulator.step_log import Step
 from shared.policy.step_costs import StepCosts
 
@@ -36,6 +37,9 @@ _MOST_SHARE_BETWEEN = 0.5
 _NUM_TURNS = 6
 _NUM_SWEEPS = 2000
 _LEAST_SECONDS = 1e-6
+# Steps that have one variation in common, and contexts that do not grow: a machine is slower or faster for about as
+# long.
+_LONGEST_RUN = 16
 
 Array = NDArray[np.float64]
 
@@ -49,6 +53,20 @@ class Fitted(NamedTuple):
     beside_another: ByKind[float]
     variation: ByKind[tuple[float, ...]]
     num_steps: int
+
+
+def as_logged(machine: Machine, logs: Sequence[Sequence[Step]], *, one_machine: bool = False) -> Machine:
+    """The machine with steps that cost, and vary, as these did. Raises as `fit_steps`."""
+    fitted = fit_steps(logs, one_machine=one_machine)
+    return replace(
+        machine,
+        costs=fitted.costs,
+        attention_seconds=fitted.attention_seconds,
+        context_seconds=fitted.context_seconds,
+        beside_another=fitted.beside_another,
+        variation=fitted.variation,
+        longest_run=_LONGEST_RUN,
+    )
 
 
 class _Observed(NamedTuple):

@@ -43,7 +43,7 @@ class Scale:
     prompts: int = 10
     samples: int = 3
     requests: int = 120
-    seconds: float = 40.0
+    seconds: float = 80.0
 
 
 _FULL = Scale()

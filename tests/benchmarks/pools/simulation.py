@@ -9,7 +9,7 @@ from statistics import median
 from services.simulator.cluster import Cluster
 from services.simulator.machine import Machine
 from services.simulator.outcomes import Outcomes
-from services.simulator.step_fit import Fitted, fit_steps
+from services.simulator.step_fit import Fitted, as_logged, fit_steps
 from shared.policy.placement import TransferRates
 from shared.policy.step_costs import StepCosts
 from tests.benchmarks.pools.run import Numbers, Run
@@ -17,9 +17,6 @@ from tests.benchmarks.pools.transfer import TransferCosts
 
 # As the workers' own default.
 _MAX_SEQUENCES = 256
-# Steps that are simulated at once: contexts hardly grow in so many, and a machine is slower or faster for about as
-# long.
-_LONGEST_RUN = 16
 # Steps vary at random: medians over so many simulations.
 _NUM_SEEDS = 9
 
@@ -52,9 +49,12 @@ def compare(run: Run, numbers: Numbers, transfer: TransferCosts) -> list[Compari
     and so who waited for whom, is its own affair.
     """
     live = run.outcomes
-    fitted = steps_of(run)
-    simulated = [_simulate(run, fitted_machine(run, fitted), transfer, seed) for seed in range(_NUM_SEEDS)]
-    from_warm_up = _simulate(run, _machine(run, StepCosts(at_warm_up(run))), transfer, 0)
+    before = _machine(run)
+    served = as_logged(
+        replace(before, latency_seconds=run.observed.latency_seconds), run.observed.logs, one_machine=True
+    )
+    simulated = [_simulate(run, served, transfer, seed) for seed in range(_NUM_SEEDS)]
+    from_warm_up = _simulate(run, before, transfer, 0)
     return [
         Comparison(run.name, what, number(live), median(map(number, simulated)), number(from_warm_up))
         for what, number in numbers.items()
@@ -71,25 +71,10 @@ def at_warm_up(run: Run) -> list[tuple[int, float]]:
     return [(cost.num_tokens, cost.seconds) for cost in run.observed.info.step_costs]
 
 
-def fitted_machine(run: Run, fitted: Fitted) -> Machine:
-    """The run's workers, with what steps cost in it."""
-    return _machine(run, fitted.costs, fitted)
-
-
-def _machine(run: Run, costs: StepCosts, fitted: Fitted | None = None) -> Machine:
+def _machine(run: Run) -> Machine:
+    """The run's workers, by what they say of themselves before they serve."""
     most, info = run.setup.max_batch_tokens, run.observed.info
-    machine = Machine(costs, most, min(_MAX_SEQUENCES, most), info.num_blocks, info.block_size)
-    if fitted is None:
-        return machine
-    return replace(
-        machine,
-        attention_seconds=fitted.attention_seconds,
-        context_seconds=fitted.context_seconds,
-        beside_another=fitted.beside_another,
-        variation=fitted.variation,
-        latency_seconds=run.observed.latency_seconds,
-        longest_run=_LONGEST_RUN,
-    )
+    return Machine(StepCosts(at_warm_up(run)), most, min(_MAX_SEQUENCES, most), info.num_blocks, info.block_size)
 
 
 def _simulate(run: Run, machine: Machine, transfer: TransferCosts, seed: int) -> Outcomes:
