@@ -29,7 +29,8 @@ class Machine:
     `context_seconds` for each that a stream that decodes does.
     `beside_another`: how many times that is what a step takes that begins while another worker is in one, if all
     workers are on one machine and so share its memory and cores.
-    `variation`: how many times that steps really take; each run of steps has one of these, drawn at random.
+    `variation`: how many times that steps really take, one step after another, from anywhere on and around again; a
+    run of steps has one of these, and the next run the one so many steps later.
     `latency_seconds`: from the client to the worker and back, with the router's work on a request in between.
     `longest_run`: steps simulated at once, at most; in a run contexts do not grow for attention.
     """

@@ -37,9 +37,8 @@ _MOST_SHARE_BETWEEN = 0.5
 _NUM_TURNS = 6
 _NUM_SWEEPS = 2000
 _LEAST_SECONDS = 1e-6
-# Steps that have one variation in common, and contexts that do not grow: a machine is slower or faster for about as
-# long.
-_LONGEST_RUN = 16
+# Steps that have one variation in common, and contexts that do not grow: a machine is slower or faster for longer.
+_LONGEST_RUN = 4
 
 Array = NDArray[np.float64]
 
@@ -56,7 +55,7 @@ class Fitted(NamedTuple):
 
 
 def as_logged(machine: Machine, logs: Sequence[Sequence[Step]], *, one_machine: bool = False) -> Machine:
-    """The machine with steps that cost, and vary, as these did. Raises as `fit_steps`."""
+    """The machine with steps that cost, and vary, as these did; routers learn that. Raises as `fit_steps`."""
     fitted = fit_steps(logs, one_machine=one_machine)
     return replace(
         machine,

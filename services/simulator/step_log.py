@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
 from services.simulator.costs import CostsError
+
+# More than anything there is counted comes to.
+_MOST = 1e15
 
 
 class Step(NamedTuple):
@@ -45,8 +47,8 @@ def _step(path: Path, number: int, line: str) -> Step:
     numbers = []
     for name in Step._fields:
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise CostsError(f"{path}, line {number}: field {name} must be a number from 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST:
+            raise CostsError(f"{path}, line {number}: field {name} must be a number from 0 to {_MOST:g}, not {value!r}")
         numbers.append(value)
     step = Step(*numbers)  # type: ignore[arg-type] # numbers, as was just seen
     if step.tokens < 1 or step.seconds <= 0:

@@ -66,12 +66,14 @@ class Worker:
         seed: int = 0,
     ) -> None:
         """`changed`: told how deep a prefix is here, or is coming to be: prefix, worker, blocks before and after.
-        `seed`: of the variation of its steps."""
+        `seed`: of where the variation of its steps begins."""
         self.worker_id, self.role, self.machine = worker_id, role, machine
         self.blocks = Blocks(machine.num_blocks, self._held_changed)
         self.coming = Coming()
         self._changed = changed
-        self._rng = random.Random(f"{seed} {worker_id}")
+        rng = random.Random(f"{seed} {worker_id}")
+        # Where the steps of each kind are in their variation.
+        self._turns = [rng.randrange(len(factors)) for factors in machine.variation]
         self.running = False
         # Another model on the same machine has its turn after each step: runs are of one step.
         self.in_turns = False
@@ -227,6 +229,7 @@ class Worker:
         self._num_run = self._num_settled = 0
         self.running = False
         self.busy_seconds += num_run * self._step_seconds
+        self._turns[self._kind] += num_run
         # The first step's tokens come after what lay before it as well: steps of other models here, or, to those that
         # are fresh, the hand-over.
         self.gaps[self._step_seconds] += (num_run - 1) * len(self._decoding)
@@ -262,11 +265,15 @@ class Worker:
 
     def _factor(self, shared: bool) -> float:
         """How many times what its costs say the step takes."""
-        machine = self.machine
-        place = 0 if self._chunks else 1
-        variation = machine.variation[place]
-        drawn = self._rng.choice(variation) if len(variation) > 1 else variation[0]
-        return drawn * machine.beside_another[place] if shared else drawn
+        machine, kind = self.machine, self._kind
+        factors = machine.variation[kind]
+        factor = factors[self._turns[kind] % len(factors)]
+        return factor * machine.beside_another[kind] if shared else factor
+
+    @property
+    def _kind(self) -> int:
+        """Of the step under way: the place in a ByKind."""
+        return 0 if self._chunks else 1
 
     def _first_token(self, stream: Stream, now: float, outcome: Outcome) -> None:
         """The stream's prompt, or after a preemption all that it had, is computed."""

@@ -240,8 +240,9 @@ class TargetServicer(
             self._on_release(lane.stream, lane.sequence_id)
         stats = self._stats(outcome)
         for stream, entries in results.items():
-            for bundle in bundles(entries):
-                stream.send(target_pb2.TargetResponse(results=bundle, stats=stats))
+            for place, bundle in enumerate(bundles(entries)):
+                # Once: routers take what comes with each for a step of its own.
+                stream.send(target_pb2.TargetResponse(results=bundle, stats=stats if place == 0 else None))
         # Where the step brought nothing (a chunk of a prefill), routers tell by its stats that this worker is alive.
         for stream in {lane.stream for lane in self._lanes.values()} - results.keys():
             stream.send_sign_of_life(target_pb2.TargetResponse(stats=stats))
@@ -301,8 +302,6 @@ async def serve(settings: TargetSettings) -> None:
     configure_logging("target", settings.log_level)
     telemetry = configure("outrider-target", settings.otlp_endpoint)
     servicer = TargetServicer(telemetry, tokenizer_fingerprint(settings.model), _ROLES[settings.role])
-    if settings.step_log is not None:
-        servicer.log_steps(StepLog(settings.step_log))
     transfers = TransferServicer()
     server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
     server.add("outrider.v1.Target", target_pb2_grpc.add_TargetServicer_to_server, servicer)
@@ -310,6 +309,10 @@ async def serve(settings: TargetSettings) -> None:
     server.add("outrider.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfers, while_draining=True)
     async with AsyncExitStack() as closing:
         closing.callback(telemetry.shutdown)
+        if settings.step_log is not None:
+            step_log = StepLog(settings.step_log)
+            closing.callback(step_log.close)
+            servicer.log_steps(step_log)
 
         async def connect(engine: Engine) -> None:
             """Joins the other workers, before this one is SERVING."""

@@ -25,14 +25,17 @@ class StepLog:
         """Raises StartupError if the file cannot be opened."""
         try:
             # Whole lines, each at once: whoever reads meanwhile, or after a crash, finds no half ones.
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise StartupError(f"step_log {str(path)!r} cannot be written: {error.strerror}") from error
-        self._given_up = False
+
+    def close(self) -> None:
+        """Nothing is written from now on. Safe to call again; not while `write` may be running."""
+        self._file.close()
 
     def write(self, outcome: StepOutcome) -> None:
         """Adds a step's line; on the engine's thread."""
-        if self._given_up:
+        if self._file.closed:
             return
         prefill_attended, context_tokens = outcome.num_attended
         line = {
@@ -45,7 +48,7 @@ class StepLog:
             "context_tokens": context_tokens,
         }
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             logger.warning("step_log is given up: it cannot be written", extra={"reason": error.strerror})
-            self._given_up = True
+            self.close()

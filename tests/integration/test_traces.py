@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import grpc
 import pytest
 import pytest_asyncio
+from outrider.v1 import inference_pb2
 
 from services.cli.stack import Stack
+from services.simulator.step_log import read_step_log
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
-from tests.support.service import collect, inference, request, running_stack, wait_until_idle
+from tests.support.service import collect, generate, inference, request, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,13 +31,19 @@ def receiver() -> Iterator[OtlpReceiver]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("target-0") / "steps.jsonl"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(receiver: OtlpReceiver) -> AsyncIterator[Stack]:
+async def stack(receiver: OtlpReceiver, step_log: Path) -> AsyncIterator[Stack]:
     names = {"router": "ROUTER", "draft": "DRAFT", "target-0": "TARGET"}
     environment = {
         name: {f"OUTRIDER_{service}_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
         for name, service in names.items()
     }
+    environment["target-0"]["OUTRIDER_TARGET_STEP_LOG"] = str(step_log)
     async with running_stack(environment) as running:
         yield running
 
@@ -124,3 +134,20 @@ async def test_the_trace_of_a_cancelled_stream_arrives_ended(stack: Stack, recei
         assert (span.status, span.status_message) == (ERROR, "cancelled")
     assert root.attributes["rpc.response.status_code"] == "CANCELLED"
     assert {span.service for span in spans} == {"outrider-router", "outrider-draft", "outrider-target"}
+
+
+async def test_a_worker_writes_its_steps_down(stack: Stack, step_log: Path) -> None:
+    prompt, num_output = list(range(200, 237)), 6
+    before = len(read_step_log(step_log))
+    async with inference(stack) as stub:
+        plain = inference_pb2.Speculation(enabled=False)
+        await generate(stub, prompt, max_tokens=num_output, temperature=0, ignore_eos=True, speculation=plain)
+    await wait_until_idle(stack)
+    first, *others = read_step_log(step_log)[before:]
+    size = len(prompt)
+    assert (first.tokens, first.prefill_tokens, first.prefill_attended) == (size, size - 1, size * (size + 1) // 2)
+    # The token drawn last is never computed.
+    assert [(step.tokens, step.prefill_tokens) for step in others] == [(1, 0)] * (num_output - 1)
+    assert [step.context_tokens for step in others] == [size + 1 + i for i in range(num_output - 1)]
+    assert all(step.seconds > 0 and step.sequences == 1 for step in (first, *others))
+    assert all(after.time >= step.end - 1e-3 for step, after in pairwise((first, *others)))

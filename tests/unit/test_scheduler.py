@@ -192,6 +192,27 @@ def test_decodes_go_before_prefill_chunks_and_chunks_fill_the_budget() -> None:
     run(machine, *decoding, long)
 
 
+@pytest.mark.parametrize("budget", [7, 64])
+def test_what_a_step_attends_to_is_counted(budget: int) -> None:
+    machine = Machine(num_blocks=100, max_batch_tokens=budget)
+    stream, long = new_sequence([1, 2, 3], max_tokens=30), new_sequence(list(range(30)), max_tokens=1)
+    machine.scheduler.add(stream)
+    counted = [plan.num_attended for plan in (machine.step(), machine.step()) if plan is not None]
+    # Three tokens of a prompt attend to themselves and to those before; then the stream's fourth to four.
+    assert counted == [(1 + 2 + 3, 0), (0, 4)]
+    machine.scheduler.add(long)
+    prompts, contexts = 0, []
+    while long.finish is None:
+        plan = machine.step()
+        assert plan is not None
+        prompts += plan.num_attended[0]
+        contexts.append(plan.num_attended[1])
+    # However it is cut.
+    assert prompts == 30 * 31 // 2
+    assert contexts == list(range(5, 5 + len(contexts)))
+    run(machine, stream, long)
+
+
 def test_rows_of_a_verification_are_never_split() -> None:
     machine = Machine(num_blocks=100, max_batch_tokens=6)
     sequences = [new_sequence([i, i, i], max_tokens=12, num_steps=1) for i in range(3)]

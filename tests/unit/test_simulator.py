@@ -635,6 +635,24 @@ def test_the_command_simulates_and_writes_json(tmp_path: Path) -> None:
     assert all(run["requests"] == 200 for run in runs)
 
 
+def test_the_command_takes_costs_from_logs_of_steps(tmp_path: Path) -> None:
+    # A step of any size takes 0.3 s, by one worker's log; by the other's 0.1.
+    logs = []
+    for name, seconds in (("slow", 0.3), ("fast", 0.1)):
+        line = {"seconds": seconds, "sequences": 1, "prefill_tokens": 0, "prefill_attended": 0, "context_tokens": 0}
+        steps = ({**line, "time": 10 * i, "tokens": 2**i} for i in range(11))
+        logs += ["--step-log", str(written(tmp_path, "\n".join(map(json.dumps, steps)), name))]
+    result = tmp_path / "result.json"
+    found = []
+    for chosen in (logs[:2], logs[2:], logs):
+        code, text = command(*chosen, "--rate", "0.1", "--requests", "40", "--json", str(result))
+        assert code == 0, text
+        found.append(json.loads(result.read_text())[0]["tpot"]["mean"])
+    assert found[0] == pytest.approx(0.3, rel=0.05)
+    assert found[1] == pytest.approx(0.1, rel=0.05)
+    assert found[1] < found[2] < found[0]
+
+
 def test_the_command_finds_pool_sizes(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     options = ("--plan", "--rate", "30", "--requests", "300", "--output-variation", "0.2")
@@ -654,6 +672,8 @@ def test_the_command_finds_pool_sizes(tmp_path: Path) -> None:
     [
         (["--trace", "nowhere.csv"], "nowhere.csv"),
         (["--step-costs", "nowhere.json"], "nowhere.json"),
+        (["--step-log", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--step-log", "one", "--step-costs", "other"], "--step-log and --step-costs both say what steps cost"),
         (["--prefill", "2"], "a service needs decode workers"),
         (["--kv-tokens", "64"], "a worker has room for 64 together"),
         (["--max-batch-tokens", "100"], "256 sequences do not fit a step of 100 tokens"),

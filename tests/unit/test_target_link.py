@@ -8,7 +8,7 @@ import random
 import pytest
 from outrider.v1 import target_pb2, worker_pb2
 
-from services.router.workers.target_link import Backlog, LaneResult, TargetLane, TargetLink, WorkerLost
+from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
 from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 
@@ -30,21 +30,49 @@ def answer(link: TargetLink, lane: TargetLane, status: int = target_pb2.STEP_STA
     link._on_response(target_pb2.TargetResponse(results=[result]))
 
 
+def queued(link: TargetLink) -> tuple[int, int]:
+    """Sequences without a result, and what they have still to compute."""
+    return link.backlog.num_sequences, link.backlog.num_tokens
+
+
 async def test_a_sequence_counts_as_waiting_until_its_first_result() -> None:
     link = connected()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     [one], [other] = prefill(link, 100), prefill(link, 30)
-    assert link.backlog == Backlog(2, 130)
+    assert queued(link) == (2, 130)
     link._on_response(target_pb2.TargetResponse(stats=worker_pb2.StepStats(num_tokens=64, seconds=0.1)))
-    assert link.backlog == Backlog(2, 130), "a chunk of a prefill is no result"
+    assert queued(link) == (2, 130), "a chunk of a prefill is no result"
     answer(link, other)
-    assert link.backlog == Backlog(1, 100)
+    assert queued(link) == (1, 100)
     answer(link, other)
     other.release()
-    assert link.backlog == Backlog(1, 100)
+    assert queued(link) == (1, 100)
     answer(link, one)
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     assert link.num_lanes == 1
+
+
+async def test_what_a_step_computed_of_prompts_is_no_backlog_any_more() -> None:
+    link = connected()
+
+    def step(num_prefill_tokens: int) -> None:
+        stats = worker_pb2.StepStats(num_tokens=num_prefill_tokens, num_prefill_tokens=num_prefill_tokens, seconds=0.1)
+        link._on_response(target_pb2.TargetResponse(stats=stats))
+
+    [one], [two, _fork], [three] = prefill(link, 100), prefill(link, 30, 2), prefill(link, 50)
+    step(64)
+    assert queued(link) == (4, 36 + 30 + 50)
+    step(64)
+    # The one that came first keeps its last token until it has its result; who came next goes on.
+    assert queued(link) == (4, 1 + 1 + 50)
+    answer(link, one)
+    answer(link, two)
+    assert queued(link) == (2, 50)
+    # Another router's prompts are there as well: ours are not less than nothing.
+    step(512)
+    assert queued(link) == (2, 1)
+    three.release()
+    assert queued(link) == (1, 0)
 
 
 async def test_blocks_are_coming_until_the_first_result_of_every_sequence_that_computes_them() -> None:
@@ -78,10 +106,10 @@ async def test_a_first_result_that_is_the_last_ends_the_waiting_too(status: int)
     link = connected()
     [lane] = prefill(link, 100)
     answer(link, lane, status)
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     answer(link, lane, status)
     lane.release()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     assert link.num_lanes == 0
 
 
@@ -89,12 +117,12 @@ async def test_one_released_before_its_first_result_waits_no_more() -> None:
     link = connected()
     [one], [other] = prefill(link, 100), prefill(link, 30)
     one.release()
-    assert link.backlog == Backlog(1, 30)
+    assert queued(link) == (1, 30)
     one.release()
     answer(link, one)
-    assert link.backlog == Backlog(1, 30)
+    assert queued(link) == (1, 30)
     other.release()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
 
 
 async def test_forks_wait_for_one_prompt_computed_once() -> None:
@@ -103,10 +131,10 @@ async def test_forks_wait_for_one_prompt_computed_once() -> None:
     assert link.backlog.num_tokens == 100
     for lane in lanes:
         answer(link, lane)
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     for lane in prefill(link, 100, num_sequences=3):
         lane.release()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
 
 
 async def test_with_the_connection_everything_that_waited_is_gone() -> None:
@@ -114,16 +142,16 @@ async def test_with_the_connection_everything_that_waited_is_gone() -> None:
     lanes = [*prefill(link, 100, num_sequences=2), *prefill(link, 30)]
     answer(link, lanes[2])
     link._on_lost()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     assert link.num_lanes == 0
     with pytest.raises(WorkerLost):
         await lanes[0].next()
     for lane in lanes:
         lane.release()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
     # What begins on the next connection is counted for itself.
     prefill(link, 7)
-    assert link.backlog == Backlog(1, 7)
+    assert queued(link) == (1, 7)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -151,10 +179,10 @@ async def test_the_backlog_is_what_was_sent_and_not_yet_answered(seed: int) -> N
             else:
                 ended = what == "end"
                 answer(link, lane, target_pb2.STEP_STATUS_LENGTH if ended else target_pb2.STEP_STATUS_RUNNING)
-        assert link.backlog == Backlog(len(waiting), sum(waiting.values()))
+        assert queued(link) == (len(waiting), sum(waiting.values()))
     for lane in begun:
         lane.release()
-    assert link.backlog == Backlog(0, 0)
+    assert queued(link) == (0, 0)
 
 
 async def test_what_the_worker_spends_on_prompts_is_not_counted_between_two_results() -> None:

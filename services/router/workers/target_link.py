@@ -116,25 +116,41 @@ class TargetLane:
 
 @dataclass(slots=True)
 class Backlog:
-    """Sequences whose first result is still to come: what they are to compute, in tokens, and full blocks that will be
-    there then, by their hashes, each as often as it was sent."""
+    """Sequences whose first result is still to come: what they have still to compute, in tokens, and full blocks that
+    will be there then, by their hashes, each as often as it was sent."""
 
-    num_sequences: int = 0
     num_tokens: int = 0
     block_hashes: Counter[bytes] = field(default_factory=Counter)
+
+    # Tokens that each has still to compute, in the order in which they were sent, which is that of the worker.
+    _num_left: dict[TargetLane, int] = field(default_factory=dict)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._num_left)
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Leading blocks of these that will be there."""
         return sum(1 for _ in takewhile(self.block_hashes.__contains__, block_hashes))
 
     def add(self, lane: TargetLane) -> None:
-        self.num_sequences += 1
+        self._num_left[lane] = lane.num_prefill_tokens
         self.num_tokens += lane.num_prefill_tokens
         self.block_hashes.update(lane.block_hashes)
 
+    def computed(self, num_tokens: int) -> None:
+        """The worker computed so many tokens of prompts in a step: of those that came first, as far as is known here,
+        where another router's are taken for ours. Its last token each keeps until it has its first result."""
+        for lane, num_left in self._num_left.items():
+            if not num_tokens:
+                break
+            num_computed = min(num_tokens, max(0, num_left - 1))
+            self._num_left[lane] -= num_computed
+            self.num_tokens -= num_computed
+            num_tokens -= num_computed
+
     def remove(self, lane: TargetLane) -> None:
-        self.num_sequences -= 1
-        self.num_tokens -= lane.num_prefill_tokens
+        self.num_tokens -= self._num_left.pop(lane)
         for block_hash in lane.block_hashes:
             self.block_hashes[block_hash] -= 1
             if not self.block_hashes[block_hash]:
@@ -340,6 +356,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             if response.results:
                 self.costs.observe(response.stats.num_tokens, response.stats.seconds)
             self._prefill_seconds += self._seconds_of_prompts(response.stats)
+            self.backlog.computed(response.stats.num_prefill_tokens)
         for pull in response.pulls:
             if (pulled := self._pulls.get(pull.pull_id)) is not None:
                 pulled(pull)
