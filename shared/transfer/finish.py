@@ -7,9 +7,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def finish(work: Coroutine[Any, Any, None]) -> None:
+async def finish(work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> None:
     """Awaits `work` to its end, also when cancelled meanwhile; the cancellation comes behind it."""
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -94,8 +94,4 @@ class NixlPeer(TransferPeer):
 
 async def until_ended(transfer: Future[None]) -> None:
     """Waits for it. Cancelled, waits all the same, and raises CancelledError then."""
-    await finish(_result(transfer))
-
-
-async def _result(transfer: Future[None]) -> None:
-    await asyncio.wrap_future(transfer)
+    await finish(asyncio.wrap_future(transfer))
