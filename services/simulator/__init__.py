@@ -1,8 +1,8 @@
 """What a pool of workers would do with a load: a discrete-event model of workers, under the router's own placement.
 
-`workload` and `trace` say what arrives, `machine` and `costs` what workers are like, `worker` what one does (with a
-`stream` while it waits, is prefilled or is `decoding`, with its `blocks`, and with prefixes that are `coming`),
-`holders` who holds which prefix,
+`workload` and `trace` say what arrives, `machine` and `costs` what workers are like (by a `step_log`, `step_fit` finds
+out), `worker` what one does (with a `stream` while it waits, is prefilled or is `decoding`, with its `blocks`, and with
+prefixes that are `coming`), `holders` who holds which prefix,
 `routing` where requests go (by the policy of `shared.policy.placement`, or by a baseline), `cluster` in what order
 things happen, `outcomes` how it went and `report` how that reads, `pool_sizes` how many workers it takes.
 

@@ -1,4 +1,4 @@
-"""A trace that was served, by whom, and what the simulator makes of it."""
+"""A trace that was served: by whom, and what was seen of it."""
 
 from __future__ import annotations
 
