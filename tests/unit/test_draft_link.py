@@ -123,8 +123,63 @@ async def test_a_late_answer_is_heeded_before_the_next_is_asked_for(
     )
     assert lane.available
     assert await lane.propose([1, 2, 3, 4, 5], 4, "") is None
-    asked = [operation.propose for operation in link._outbox.take()]
+    operations = link._outbox.take()
+    asked = [operation.propose for operation in operations if operation.HasField("propose")]
     assert [(each.sequence_id, each.base_length, len(each.token_ids)) for each in asked] == told
+    # A sequence that is begun anew, or given up, is not left there either.
+    released = [operation.release for operation in operations if operation.HasField("release")]
+    assert released == ([] if status == draft_pb2.DRAFT_STATUS_PROPOSED else [1])
+
+
+async def test_on_another_worker_it_begins_anew(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both count connections and sequences from the same number on."""
+    monkeypatch.setattr(draft_link, "_LEAST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(draft_link, "_PATIENCE", 0.0)
+    one, other = Link(), Link()
+    for link in (one, other):
+        link.info = worker_pb2.WorkerInfo(max_context=100)
+        link.epoch = 1
+    usable = [one]
+    lane, resident = (DraftLane(lambda: usable[0], 3, SamplingParams(), b"") for _ in range(2))
+    lane.prefill([1, 2, 3], "")
+    usable[0] = other
+    resident.prefill([7, 8, 9], "")
+    one.info = None
+    one._on_lost()
+    assert lane.num_told == 0
+    assert lane.link is other
+    assert lane.num_told == 0, "the same numbers mean nothing there"
+    lane.prefill([1, 2, 3, 4], "")
+    begun = [operation.propose for operation in other._outbox.take()]
+    assert [(each.sequence_id, each.base_length, list(each.token_ids)) for each in begun] == [
+        (1, 0, [7, 8, 9]),
+        (2, 0, [1, 2, 3, 4]),
+    ]
+    lane.release()
+    resident.release()
+    assert [operation.release for operation in other._outbox.take()] == [2, 1]
+
+
+async def test_a_late_answer_of_before_says_nothing_of_a_sequence_begun_anew(now: list[float]) -> None:
+    link = Link()
+    lane = drafting_lane(link)
+    asking = asyncio.create_task(lane.propose([1, 2, 3], 4, ""))
+    await asyncio.sleep(0)
+    answer(link, 1, 3, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
+    # Not looked at yet, and already on a new connection.
+    link.epoch += 1
+    lane.prefill([1, 2, 3, 4], "")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    lane.release()
+    await asyncio.gather(asking, return_exceptions=True)
+    kept = set()
+    for operation in link._outbox.take():
+        if operation.HasField("propose"):
+            kept.add(operation.propose.sequence_id)
+        else:
+            kept.discard(operation.release)
+    assert kept <= {1}, "what was begun on the new connection is released there"
 
 
 def answer(link: Link, sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> None:

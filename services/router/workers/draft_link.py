@@ -76,6 +76,8 @@ class DraftLane:
     def link(self) -> DraftLink | None:
         """The worker it is on; where it is on none, that on which it would begin."""
         if self._link is None or not self.num_told:
+            # What one worker was told another does not know, whose connection may have an epoch of the same number.
+            self._num_told = 0
             self._link = self._choose() or self._link
         return self._link
 
@@ -151,6 +153,8 @@ class DraftLane:
         if told == 0:
             self._sequence_id = link.begin()
             self._num_computed = 0
+            # An answer that is still to be looked at is about the sequence as it was elsewhere.
+            self._ask = None
         propose = draft_pb2.Propose(
             sequence_id=self._sequence_id,
             base_length=told,
@@ -177,8 +181,9 @@ class DraftLane:
         if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
             self._num_computed = result.position
             return
+        # Whatever the worker makes of it, it is not to keep what we begin anew.
         if self.num_told and self._link is not None:
-            self._link.ended(self._sequence_id)
+            self._link.release(self._sequence_id, None)
         self._num_told = 0
         if result.status == draft_pb2.DRAFT_STATUS_EXHAUSTED:
             self._pause()
