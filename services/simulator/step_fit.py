@@ -55,7 +55,7 @@ class Fitted(NamedTuple):
 
 
 def as_logged(machine: Machine, logs: Sequence[Sequence[Step]], *, one_machine: bool = False) -> Machine:
-    """The machine with steps that cost, and vary, as these did; routers learn that. Raises as `fit_steps`."""
+    """The machine with steps that cost, and vary, as these did. Raises as `fit_steps`."""
     fitted = fit_steps(logs, one_machine=one_machine)
     return replace(
         machine,
