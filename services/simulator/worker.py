@@ -73,7 +73,7 @@ class Worker:
         self._changed = changed
         rng = random.Random(f"{seed} {worker_id}")
         # Where the steps of each kind are in their variation.
-        self._turns = [rng.randrange(len(factors)) for factors in machine.variation]
+        self._variation_at = [rng.randrange(len(factors)) for factors in machine.variation]
         self.running = False
         # Another model on the same machine has its turn after each step: runs are of one step.
         self.in_turns = False
@@ -229,7 +229,7 @@ class Worker:
         self._num_run = self._num_settled = 0
         self.running = False
         self.busy_seconds += num_run * self._step_seconds
-        self._turns[self._kind] += num_run
+        self._variation_at[self._kind] += num_run
         # The first step's tokens come after what lay before it as well: steps of other models here, or, to those that
         # are fresh, the hand-over.
         self.gaps[self._step_seconds] += (num_run - 1) * len(self._decoding)
@@ -267,7 +267,7 @@ class Worker:
         """How many times what its costs say the step takes."""
         machine, kind = self.machine, self._kind
         factors = machine.variation[kind]
-        factor = factors[self._turns[kind] % len(factors)]
+        factor = factors[self._variation_at[kind] % len(factors)]
         return factor * machine.beside_another[kind] if shared else factor
 
     @property
