@@ -43,9 +43,8 @@ class FaultyStack(Stack):
     def fault_file(self) -> Path:
         return Path(self.settings.environment[FAULTY][FAULT_FILE])
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """To the faulty target."""
-        self.processes[FAULTY]._signal(number)
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name]._signal(number)
 
     def logged(self, name: str, message: str) -> list[dict[str, str]]:
         """What a process logged that begins so."""
@@ -127,10 +126,12 @@ async def test_a_worker_that_is_stopped_costs_its_streams_seconds(
     streams = [asyncio.create_task(stream(stack, index, pace)) for index, pace in enumerate(paces)]
     for pace in paces:
         await pace.started.wait()
-    num_there = (await worker_state(stack, FAULTY)).num_sequences
-    assert num_there > NUM_STREAMS // 4
+    # The one with more of them: placement goes by measured costs, and may leave the other nearly none.
+    there = {name: (await worker_state(stack, name)).num_sequences for name in (FAULTY, HEALTHY)}
+    stopped = max(there, key=lambda name: there[name])
+    assert there[stopped] > NUM_STREAMS // 4
     num_lost = len(stack.logged("router", "sequence lost"))
-    stack.send_signal(signal.SIGSTOP)
+    stack.send_signal(stopped, signal.SIGSTOP)
     try:
         await asyncio.sleep(PLACED_SECONDS)
         late = await asyncio.gather(*(stream(stack, index) for index in range(NUM_STREAMS // 2)))
@@ -138,14 +139,14 @@ async def test_a_worker_that_is_stopped_costs_its_streams_seconds(
         assert late == expected[: NUM_STREAMS // 2]
         # Those that were there, and none that came later.
         lost = stack.logged("router", "sequence lost")[num_lost:]
-        assert 0 < len(lost) <= num_there
-        assert {record["address"] for record in lost} == {stack.processes[FAULTY].address}
+        assert 0 < len(lost) <= there[stopped]
+        assert {record["address"] for record in lost} == {stack.processes[stopped].address}
         assert max(pace.longest for pace in paces) < STANDSTILL_SECONDS
     finally:
-        stack.send_signal(signal.SIGCONT)
+        stack.send_signal(stopped, signal.SIGCONT)
     # Awake again it finds its stream ended, and lets go of what it had.
     await wait_until_idle(stack)
-    assert stack.processes[FAULTY].restarts == 0
+    assert stack.processes[stopped].restarts == 0
 
 
 async def test_a_worker_whose_engine_hangs_ends_itself(stack: FaultyStack, expected: list[list[int]]) -> None:
