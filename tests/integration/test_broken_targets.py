@@ -26,7 +26,7 @@ NUM_TOKENS = 128
 FAULTY, HEALTHY = "target-0", "target-1"
 # The most that a stream may stand still, and when nothing new may be placed on a worker that does.
 STANDSTILL_SECONDS = 15.0
-PLACED_SECONDS = 5.0
+PLACED_SECONDS = 6.5
 RESTART_SECONDS = 120.0
 
 

@@ -111,7 +111,9 @@ async def test_an_answer_that_comes_late_does_not_pass_for_the_next() -> None:
 
 
 @pytest.mark.usefixtures("quick_hang")
-async def test_a_drafter_that_hangs_is_waited_for_once() -> None:
+async def test_a_drafter_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than the request takes: it is all over before the link is connected anew.
+    monkeypatch.setattr(draft_link, "_SILENCE_SECONDS", 3.0)
     async with stack() as s:
         assert s.drafter is not None
         s.drafter.answer = Answer.HANG
@@ -128,7 +130,11 @@ async def test_a_drafter_that_hangs_is_waited_for_once() -> None:
 
 
 @pytest.mark.usefixtures("quick_hang")
-async def test_a_sequence_that_the_drafter_keeps_waiting_does_not_cost_the_others_theirs() -> None:
+async def test_a_sequence_that_the_drafter_keeps_waiting_does_not_cost_the_others_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A machine that stands still for a moment is no silence of the drafter's.
+    monkeypatch.setattr(draft_link, "_SILENCE_SECONDS", 60.0)
     async with stack() as s:
         assert s.drafter is not None
         epoch = s.fleet.drafts[0].epoch

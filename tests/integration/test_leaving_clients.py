@@ -40,8 +40,9 @@ async def test_nothing_is_left_when_a_client_leaves(how: str, num_draft_tokens: 
             request = greedy(num_draft_tokens, max_tokens=400, n=2)
             s.target.gate.set()
             async with connect(s.address) as channel:
+                await channel.channel_ready()
                 stub = inference_pb2_grpc.InferenceStub(channel)
-                call = stub.Generate(request, timeout=0.3 if how == "deadline" else None)
+                call = stub.Generate(request, timeout=1.0 if how == "deadline" else None)
                 reading = asyncio.create_task(read_all(call))
                 await until(lambda hold_at=hold_at: s.target.num_steps >= hold_at and s.target.num_sequences > 0, "on")  # type: ignore[misc]
                 s.target.gate.clear()
@@ -154,7 +155,7 @@ async def test_a_client_that_falls_too_far_behind_is_given_up(monkeypatch: pytes
 
 
 async def test_a_client_that_reads_nothing_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_queue, "_WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(chunk_queue, "_WRITE_SECONDS", 2.0)
     monkeypatch.setattr(edge, "_STATUS_SECONDS", 0.05)
     held_up = asyncio.Event()
     put = ChunkQueue.put
@@ -174,7 +175,7 @@ async def test_a_client_that_reads_nothing_for_too_long_is_given_up(monkeypatch:
         await s.until_idle()
         assert s.target.num_steps < 400
         await until(lambda: s.server._edge.num_active == 0, "the RPC has ended")
-        with pytest.raises(grpc.aio.AioRpcError, match=r"read nothing for 0\.5 s"):
+        with pytest.raises(grpc.aio.AioRpcError, match="read nothing for 2 s"):
             await read(call)
         assert await call.code() is grpc.StatusCode.ABORTED
 

@@ -26,8 +26,8 @@ health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 server.add_insecure_port(sys.argv[1])
 servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), sys.exit(0)))
-server.start()
 print('{"message": "serving"}', flush=True)
+server.start()
 while True:
     signal.pause()
 """

@@ -197,13 +197,17 @@ async def test_no_lease_runs_while_the_prompt_waits_to_be_computed() -> None:
         kv_import = await begin_import(d, prompt_of(9))
         adding = asyncio.create_task(p.add(sequence, TICKET))
         await asyncio.sleep(0.2)
+        [offer] = p.offers._held
+        assert offer.held
+        # From now on it runs, and is to be long enough.
+        offer._lease_seconds = 10.0
         p.engine.gate.set()
         await adding
         assert (await d.fetcher.fetch(kv_import, p.address, TICKET)).num_tokens == 9
 
 
 async def test_a_reader_that_falls_silent_loses_its_lease() -> None:
-    async with kv_worker(lease_seconds=0.1) as p, connect(p.address) as channel:
+    async with kv_worker() as p, connect(p.address) as channel:
         sequence = new_sequence(prompt_of(9), 1)
         await p.add(sequence, TICKET)
         call: Any = transfer_pb2_grpc.TransferStub(channel).Fetch()
@@ -211,10 +215,13 @@ async def test_a_reader_that_falls_silent_loses_its_lease() -> None:
         await call.write(transfer_pb2.FetchRequest(begin=begin))
         accepted = (await call.read()).accepted
         await until_drawn([sequence])
-        await p.until_idle()
-        # Too late: what it read may be anything by now, and it is told so. Nor is it waited for any longer.
         assert (await call.read()).HasField("ready")
         assert (await call.read()).complete == 9
+        [offer] = p.offers._being_read.values()
+        offer._lease_seconds = 0.1
+        offer.renew()
+        await p.until_idle()
+        # Too late: what it read may be anything by now, and it is told so. Nor is it waited for any longer.
         with pytest.raises(grpc.aio.AioRpcError, match="the lease of"):
             await call.read()
         read = transfer_pb2_grpc.TransferStub(channel).Read(
