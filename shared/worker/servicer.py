@@ -7,6 +7,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -141,6 +142,10 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         for stream in self._streams:
             self._announce_drain(stream)
         await self._without_lanes.wait()
+        if self._engine_loop is not None:
+            # The engine's thread lets go of sequences before it sends their last results: one turn of it more.
+            with suppress(EngineEnded):
+                await self._engine_loop.ask(lambda: None)
         self.end_streams()
 
     @abstractmethod

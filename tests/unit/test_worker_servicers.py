@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -401,6 +402,34 @@ async def test_a_worker_whose_engine_hangs_does_not_say_what_it_is() -> None:
     assert not asked.done(), "the engine's thread has not come to it"
     answer()
     assert await asked == info
+
+
+class Unhurried(RouterStream[Any]):
+    """A stream whose event loop gets on while the engine's thread sends results."""
+
+    def send(self, response: Any) -> None:
+        if response.results:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), self._loop).result()
+        super().send(response)
+
+
+async def test_a_worker_that_drains_ends_streams_behind_their_last_results() -> None:
+    servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Unhurried()
+    with ThreadPoolExecutor(1) as engine_thread:
+        loop = servicer._engine_loop
+        loop.submit, loop._thread = engine_thread.submit, SimpleNamespace(is_alive=lambda: True)
+        loop.ask = partial(EngineLoop.ask, loop)
+        servicer._streams.add(stream)
+        engine_thread.submit(servicer._on_request, stream, target_request(prefill(max_tokens=1))).result()
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(servicer.drain())
+        await asyncio.sleep(0)
+        # The prompt, and the forks that wait for it.
+        for _ in range(2):
+            engine_thread.submit(step, servicer)
+        ended = [result.sequence_id async for response in stream.responses() for result in response.results]
+        assert ended == [4, 5, 6]
+        await draining
 
 
 class Away:
