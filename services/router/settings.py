@@ -44,7 +44,9 @@ class RouterSettings(ServiceSettings):
         description="Target workers, host:port, separated by commas; none: all workers that register in Redis.",
     )
     drafts: Annotated[list[Address], NoDecode, BeforeValidator(_comma_separated)] = Field(
-        default=[], description="Draft workers, host:port, separated by commas; none: no speculation."
+        default=[],
+        description="Draft workers, host:port, separated by commas, beside named targets only; none: no speculation, "
+        "or with no targets named those that register in Redis.",
     )
     deployment: Deployment = Field(default=DEFAULT_DEPLOYMENT, description=DEPLOYMENT_DESCRIPTION)
     tokenizer: str = Field(min_length=1, description="The target's tokenizer: its model folder or hub name.")

@@ -13,19 +13,22 @@ from shared.registry.listing import MAX_LISTING_BYTES, Listing
 
 logger = logging.getLogger(__name__)
 
-# Every id with the beginning of what is under its key, after the dead have been cleared away. MGET, since to GET
-# a key that holds no text is an error. ARGV: how long a beginning, in bytes.
+# Ids with the beginning of what is under their keys, those whose lease ends first, after the dead have been cleared
+# away; and how many there are. MGET, since to GET a key that holds no text is an error. ARGV: how long a beginning, in
+# bytes; how many ids.
 _READ = """
 local time = redis.call('TIME')
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', time[1] * 1000 + time[2] / 1000)
 local found = {}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[2] - 1)) do
   local text = redis.call('MGET', KEYS[2] .. id)[1]
-  if text then found[#found + 1] = {id, string.sub(text, 1, ARGV[1])} end
+  if text then found[#found + 1] = {string.sub(id, 1, ARGV[1]), string.sub(text, 1, ARGV[1])} end
 end
-return found
+return {found, redis.call('ZCARD', KEYS[1])}
 """
 
+# More than these are not read: memory is bounded, and so is what a router connects to.
+_MAX_LISTINGS = 16_384
 # When to give up on an answer, in seconds: long enough for a handshake over TLS to another zone.
 _TIMEOUT_SECONDS = 2.0
 
@@ -41,20 +44,25 @@ class Directory:
         """
         self._link = registry_link(url, deployment, _TIMEOUT_SECONDS)
         self._outage = Outage(logger, "workers known so far are all there are until it is back")
-        # Ids that the last reading found no listing under.
+        # Ids that the last reading found no listing under, and whether there were too many.
         self._ignored: Collection[bytes] = ()
+        self._too_many = False
 
     async def list(self) -> Sequence[Listing] | None:
         """All workers whose lease has not ended, by kind and address; None if Redis did not answer within 2 s.
 
-        One round trip. No two have the same instance id.
+        One round trip. No two have the same instance id. Of more than 16,384 those whose lease ends first.
         """
         try:
-            found = await self._link.run(_READ, MAX_LISTING_BYTES + 1)
+            found, num_listed = await self._link.run(_READ, MAX_LISTING_BYTES + 1, _MAX_LISTINGS)
         except RedisUnavailable as error:
             self._outage.begin(error)
             return None
         self._outage.end()
+        too_many = num_listed > _MAX_LISTINGS
+        if too_many and not self._too_many:
+            logger.warning("%d workers are listed: no more than %d are followed", num_listed, _MAX_LISTINGS)
+        self._too_many = too_many
         listings = []
         errors: dict[bytes, ValueError] = {}
         for instance_id, data in found:

@@ -183,6 +183,23 @@ async def test_a_probe_that_is_cancelled_lets_the_next_one_through(monkeypatch: 
         await s.until_idle()
 
 
+async def test_a_worker_that_says_of_itself_what_cannot_be_stops_nobody() -> None:
+    async with stack(num_targets=2) as s:
+        odd, link = s.targets[0], s.fleet.targets[0]
+        await odd.stop()
+        await until(lambda: not link.connected, "gone")
+        del odd.info.step_costs[:]
+        num_described = odd.num_described
+        await odd.start()
+        await until(lambda: odd.num_described > num_described + 1, "asked what it is, and again")
+        assert not link.connected
+        assert not s.fleet.failed.done()
+        assert (await s.generate(greedy(3))).tokens == {0: GREEDY}
+        odd.info.step_costs.add(num_tokens=1, seconds=0.01)
+        await until(lambda: link.connected, "right again")
+        await s.until_idle()
+
+
 # Target workers that hang
 
 

@@ -39,6 +39,21 @@ def quick_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_FOLLOW_SECONDS", 0.05)
 
 
+async def test_of_many_listed_at_once_some_are_connected_to_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_MOST_NEW", 3)
+    fleet = Fleet([], [], FINGERPRINT, 8, "redis://127.0.0.1:1")
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 9)]
+    try:
+        for found in (3, 6, 8, 8):
+            fleet._take_in(fleet.targets, addresses, fleet._target)
+            assert [link.address for link in fleet.targets] == addresses[:found]
+        fleet._take_in(fleet.targets, addresses[6:], fleet._target)
+        assert [link.address for link in fleet.targets] == addresses[6:]
+        assert len(fleet._tasks) == 2, "the others are not tried any more"
+    finally:
+        await fleet.close()
+
+
 @pytest.mark.usefixtures("quick_reading")
 async def test_links_follow_the_list() -> None:
     with RedisServer() as server:

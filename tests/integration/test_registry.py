@@ -18,6 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.redis.server import RedisServer
+from shared.registry import directory as directory_module
 from shared.registry.directory import Directory
 from shared.registry.listing import Listing
 from shared.registry.member import Member
@@ -417,6 +418,23 @@ async def test_what_is_no_listing_is_ignored_and_said_once(
     assert messages(caplog, "directory")[1:] == [
         "1 listings ignored, first that of b'late': not an object of kind, instance_id, address, role"
     ]
+
+
+async def test_of_too_many_those_whose_lease_ends_first_are_followed(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "_MAX_LISTINGS", 3)
+    prefix = "outrider:{default}:worker:"
+    others = [replace(TARGET, instance_id=f"x-{number}") for number in range(3)]
+    async with directory_at(server.url) as directory, client(server) as redis:
+        for other in others:
+            await redis.set(prefix + other.instance_id, other.encode())
+        await redis.zadd(WORKERS, {other.instance_id: "+inf" for other in others})
+        async with member_at(server, TARGET):
+            await lists(directory, TARGET, *others[:2])
+            assert await directory.list() == [TARGET, *others[:2]]
+        await lists(directory, *others)
+    assert messages(caplog, "directory") == ["4 workers are listed: no more than 3 are followed"]
 
 
 async def test_of_what_is_too_long_only_the_beginning_is_read(

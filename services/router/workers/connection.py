@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from outrider.v1 import worker_pb2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
+from services.router.workers.description import check_description
 from services.router.workers.outbox import Outbox
 from shared.policy.step_costs import StepCosts
 from shared.rpc.channel import connect
@@ -31,7 +32,8 @@ _RECONNECT_SECONDS = 0.1
 
 
 class WorkerRefused(Exception):
-    """A worker has another model or tokenizer than those in service; it is asked again later."""
+    """A worker has another model or tokenizer than those in service, or says of itself what cannot be; it is asked
+    again later."""
 
 
 class WorkerConnection(ABC, Generic[Operation, Request, Response]):
@@ -124,6 +126,10 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
         """The stream is gone, with everything that was on it."""
 
     async def _accept(self, info: worker_pb2.WorkerInfo) -> None:
+        try:
+            check_description(info)
+        except ValueError as error:
+            raise WorkerRefused(str(error)) from error
         try:
             self._check(info)
         except StartupError as error:

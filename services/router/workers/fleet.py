@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _STARTING_SECONDS = 60.0
 # How often the directory is read.
 _FOLLOW_SECONDS = 1.0
+# Most workers of a kind that a reading of it adds: to connect takes time, which streams would stand still for.
+_MOST_NEW = 64
 # How often it is looked whether a target worker hangs.
 _WATCH_SECONDS = 0.5
 
@@ -170,9 +172,8 @@ class Fleet:
             self.placer.open(info)
         elif info.fingerprint != self._info.fingerprint:
             raise StartupError(
-                f"target workers must serve one model in one dtype and block size: {info.model} in {info.dtype} "
-                f"(blocks of {info.block_size}) differs from {self._info.model} in {self._info.dtype} "
-                f"(blocks of {self._info.block_size})"
+                f"target workers must serve one model in one dtype and block size, that of the first: {_named(info)} "
+                f"differs from {_named(self._info)}"
             )
         self._info = info
 
@@ -212,18 +213,21 @@ class Fleet:
 
         One that is connected stays whatever the list says: a Redis that was restarted knows nobody for a while.
         """
-        known = {link.address for link in links}
-        for address in dict.fromkeys(addresses):
-            if address not in known:
-                link = make(address)
-                links.append(link)
-                self._run(link, link.run())
-        for link in [link for link in links if link.address not in addresses and not link.connected]:
-            links.remove(link)
+        listed, known = dict.fromkeys(addresses), {link.address for link in links}
+        new = [address for address in listed if address not in known]
+        for address in new[:_MOST_NEW]:
+            link = make(address)
+            links.append(link)
+            self._run(link, link.run())
+        gone = {link for link in links if link.address not in listed and not link.connected}
+        if not gone:
+            return
+        links[:] = [link for link in links if link not in gone]
+        for link in gone:
             self._tasks.pop(link).cancel()
             if isinstance(link, TargetLink):
                 self.placer.forget(link)
-            self._controllers = {pair: found for pair, found in self._controllers.items() if link not in pair}
+        self._controllers = {pair: found for pair, found in self._controllers.items() if gone.isdisjoint(pair)}
 
     def _target(self, address: str) -> TargetLink:
         return TargetLink(address, self._check_target, self.changed)
@@ -238,3 +242,8 @@ class Fleet:
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(error)
+
+
+def _named(info: worker_pb2.WorkerInfo) -> str:
+    """A model as an operator knows it, and what tells it from another of that name."""
+    return f"{info.model} in {info.dtype} (blocks of {info.block_size}, fingerprint {info.fingerprint[:12]})"
