@@ -29,18 +29,21 @@ class Step(NamedTuple):
 
 
 def read_step_log(path: Path) -> list[Step]:
-    """The steps of one worker, by their time. Raises CostsError for a file that is no such log."""
+    """The steps of one worker, by their time; at least one. Raises CostsError for a file that is no such log."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise CostsError(f"{path}: {error}") from error
-    return sorted(_step(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    steps = sorted(_step(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    if not steps:
+        raise CostsError(f"{path}: no steps")
+    return steps
 
 
 def _step(path: Path, number: int, line: str) -> Step:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CostsError(f"{path}, line {number}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise CostsError(f"{path}, line {number}: not an object")
@@ -51,6 +54,8 @@ def _step(path: Path, number: int, line: str) -> Step:
             raise CostsError(f"{path}, line {number}: field {name} must be a number from 0 to {_MOST:g}, not {value!r}")
         numbers.append(value)
     step = Step(*numbers)  # type: ignore[arg-type] # numbers, as was just seen
-    if step.tokens < 1 or step.seconds <= 0:
-        raise CostsError(f"{path}, line {number}: a step has a token at least, and takes time")
+    if step.tokens < 1:
+        raise CostsError(f"{path}, line {number}: field tokens must be at least 1, not {step.tokens!r}")
+    if step.seconds <= 0:
+        raise CostsError(f"{path}, line {number}: field seconds must be more than 0, not {step.seconds!r}")
     return step

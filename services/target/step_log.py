@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 
 from shared.engine.engine import StepOutcome
@@ -18,11 +20,13 @@ class StepLog:
     `time`: when it began, Unix seconds; `seconds`: what it took; `tokens` in it, `prefill_tokens` of these of prompts;
     `sequences`; `prefill_attended`: tokens that those of prompts attend to, one after another; `context_tokens`: in the
     contexts of all other sequences.
-    A file that cannot be written to any more is given up with a warning: steps go on.
+    A file that cannot be written to any more is given up with a warning, no half line left in it: steps go on.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises StartupError if the file cannot be opened."""
+        """Raises StartupError if the file cannot be opened, or is one that a write to may wait for somebody."""
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise StartupError(f"step_log {str(path)!r} is no regular file: steps would wait for whoever reads it")
         try:
             # Whole lines, each at once: whoever reads meanwhile, or after a crash, finds no half ones.
             self._file = path.open("ab", buffering=0)
@@ -48,7 +52,14 @@ class StepLog:
             "context_tokens": context_tokens,
         }
         try:
-            self._file.write(json.dumps(line).encode() + b"\n")
+            self._write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             logger.warning("step_log is given up: it cannot be written", extra={"reason": error.strerror})
             self.close()
+
+    def _write(self, line: bytes) -> None:
+        num_written = self._file.write(line)
+        if num_written < len(line):
+            # There was room for so much only.
+            self._file.truncate(self._file.tell() - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

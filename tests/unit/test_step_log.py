@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import resource
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
@@ -79,14 +81,26 @@ def test_a_log_that_cannot_be_opened_is_an_error_at_start(tmp_path: Path) -> Non
         StepLog(tmp_path)
 
 
-def test_a_log_that_cannot_be_written_is_given_up_once(caplog: pytest.LogCaptureFixture) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no /dev/full on this platform")
-    with closing(StepLog(full)) as log, caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            log.write(OUTCOME)
+def test_a_log_that_somebody_must_read_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(StartupError, match="is no regular file"):
+        StepLog(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize("room", [1.0, 2.5], ids=["between two lines", "within a line"])
+def test_a_log_without_room_is_given_up_once(room: float, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "steps.jsonl"
+    with closing(StepLog(path)) as log, caplog.at_level(logging.WARNING):
+        log.write(OUTCOME)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(room * path.stat().st_size), limits[1]))
+        try:
+            for _ in range(4):
+                log.write(OUTCOME)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [record.getMessage() for record in caplog.records] == ["step_log is given up: it cannot be written"]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [LINE] * int(room)
 
 
 def test_steps_are_read_by_their_time(tmp_path: Path) -> None:
@@ -105,7 +119,9 @@ def test_steps_are_read_by_their_time(tmp_path: Path) -> None:
         (json.dumps({**LINE, "time": True}), "field time must be a number from 0 to 1e+15, not True"),
         (json.dumps(LINE).replace("0.5", "NaN"), "field seconds must be a number from 0 to 1e+15, not nan"),
         (json.dumps({**LINE, "sequences": 10**400}), "field sequences must be a number from 0 to 1e+15, not 1000"),
-        (json.dumps({**LINE, "tokens": 0}), "a step has a token at least, and takes time"),
+        (json.dumps({**LINE, "tokens": 0}), "field tokens must be at least 1, not 0"),
+        (json.dumps({**LINE, "seconds": 0}), "field seconds must be more than 0, not 0"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: str, complaint: str) -> None:
