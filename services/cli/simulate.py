@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -64,25 +65,30 @@ def simulate(
         float, typer.Option(metavar="GIB", min=1e-9, help="Memory of a worker for weights and KV, for --models.")
     ] = 80.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same result.")] = 0,
-    rate: Annotated[float, typer.Option(metavar="X", min=1e-9, help="Requests a second.")] = 4.0,
+    rate: Annotated[float, typer.Option(metavar="X", min=1e-9, max=1e9, help="Requests a second.")] = 4.0,
     requests: Annotated[
         int, typer.Option(metavar="N", min=1, help="How many requests, of all models together.")
     ] = 2000,
     burstiness: Annotated[
         float,
         typer.Option(
-            metavar="CV", min=0, help="Variation of the time between two: 0 regular, 1 Poisson, above: bursts."
+            metavar="CV",
+            min=0,
+            max=100,
+            help="Variation of the time between two: 0 regular, 1 Poisson, above: bursts.",
         ),
     ] = 1.0,
     prompt_tokens: Annotated[
-        float, typer.Option(metavar="N", min=1, help="Mean tokens of a prompt, without its shared prefix.")
+        float, typer.Option(metavar="N", min=1, max=1e9, help="Mean tokens of a prompt, without its shared prefix.")
     ] = 500.0,
     prompt_variation: Annotated[
-        float, typer.Option(metavar="CV", min=0, help="Their standard deviation, as a share of the mean.")
+        float, typer.Option(metavar="CV", min=0, max=100, help="Their standard deviation, as a share of the mean.")
     ] = 1.0,
-    output_tokens: Annotated[float, typer.Option(metavar="N", min=1, help="Mean tokens of an output.")] = 200.0,
+    output_tokens: Annotated[
+        float, typer.Option(metavar="N", min=1, max=1e9, help="Mean tokens of an output.")
+    ] = 200.0,
     output_variation: Annotated[
-        float, typer.Option(metavar="CV", min=0, help="Their standard deviation, as a share of the mean.")
+        float, typer.Option(metavar="CV", min=0, max=100, help="Their standard deviation, as a share of the mean.")
     ] = 1.0,
     prefixes: Annotated[int, typer.Option(metavar="N", min=0, help="How many shared system prompts there are.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each.")] = 512,
@@ -102,7 +108,7 @@ def simulate(
         str | None, typer.Option(metavar="NAME", help="Of a trace with several models, the one to take.")
     ] = None,
     step_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1e-9, help="A step takes this, whatever is in it,")
+        float, typer.Option(metavar="SECONDS", min=1e-9, max=1e6, help="A step takes this, whatever is in it,")
     ] = 0.02,
     tokens_per_second: Annotated[
         float, typer.Option(metavar="X", min=1e-9, help="and its tokens at this rate more.")
@@ -146,6 +152,10 @@ def simulate(
     """
     shared = SharedPrefixes(prefixes, prefix_tokens, prefix_share, zipf) if prefixes else None
     try:
+        for option, path in (("--json", json_file), ("--plot", plot_file)):
+            # Before all the work, not behind it.
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
         if models is not None:
             reject_options_for_one_model(context)
             link = Link(link_seconds, link_rate)
@@ -186,6 +196,10 @@ def simulate(
             seed,
         )
         routings = list(dict.fromkeys(routing or [RoutingName.POLICY]))
+        if plan and (prefill or decode or both is not None):
+            raise ValueError("--plan finds the pools: --prefill, --decode and --both are not for it")
+        if plan and len(routings) > 1:
+            raise ValueError("--plan takes one --routing")
         if plan:
             runs = _plan(bench, routings[0], attainment, most_workers)
         else:
@@ -199,7 +213,8 @@ def simulate(
     Console(highlight=False).print(_table(runs) if plan else table({run.name: run.summary for run in runs}))
     _write_json(json_file, [run.as_json() for run in runs])
     if plot_file is not None:
-        plot(plot_file, {run.name: run.outcomes for run in runs}, bench.objectives)
+        with _written(plot_file):
+            plot(plot_file, {run.name: run.outcomes for run in runs}, bench.objectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +261,18 @@ def _plan(bench: _Bench, routing: RoutingName, attainment: float, most_workers: 
 
 def _write_json(path: Path | None, runs: Sequence[Mapping[str, object]]) -> None:
     if path is not None:
-        path.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+        with _written(path):
+            path.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """A file that cannot be written is said in a line."""
+    try:
+        yield
+    except OSError as error:
+        typer.echo(f"outrider: {path} cannot be written: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _name(pools: Pools) -> str:

@@ -23,7 +23,7 @@ def read_step_costs(path: Path) -> StepCosts:
     """Measured costs from a file of JSON: [[tokens, seconds], ...], by increasing tokens. Raises CostsError."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CostsError(f"{path}: {error}") from error
     if not isinstance(entries, list) or not entries:
         raise CostsError(f"{path}: must be a list of [tokens, seconds], with one entry at least")

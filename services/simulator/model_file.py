@@ -52,7 +52,7 @@ def read_descriptions(path: Path, defaults: Mapping[str, object]) -> dict[str, D
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelsError(f"{path}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelsError(f"{path}: not TOML: {error}") from error
     if not tables:
         raise ModelsError(f"{path}: no models: must have a table for each")

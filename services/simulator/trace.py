@@ -72,7 +72,7 @@ def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, ob
             continue
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(values, dict):
             raise TraceError(f"{path}, line {number}: not an object")

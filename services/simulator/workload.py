@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Below, nobody could tell arrivals from regular ones, and gamma's parameters leave what floats hold.
+_LEAST_BURSTINESS = 1e-6
+
 
 class Request(NamedTuple):
     """A request that arrives at `time` seconds and ends after `num_output_tokens`, at least one of each.
@@ -78,7 +81,7 @@ class Workload:
             yield Request(now, prefix_tokens + prompt(), output(), prefix_id, prefix_tokens)
 
     def _gaps(self, rng: random.Random) -> Callable[[], float]:
-        if self.burstiness == 0:
+        if self.burstiness < _LEAST_BURSTINESS:
             return lambda: 1 / self.rate
         shape = self.burstiness**-2
         scale = 1 / (self.rate * shape)

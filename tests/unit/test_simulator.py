@@ -635,6 +635,17 @@ def test_the_command_simulates_and_writes_json(tmp_path: Path) -> None:
     assert all(run["requests"] == 200 for run in runs)
 
 
+def test_a_result_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    code, text = command("--requests", "10", "--json", str(tmp_path))
+    assert code == 1
+    assert text.endswith(f"outrider: {tmp_path} cannot be written: Is a directory\n")
+
+
+def test_hardly_any_burstiness_is_none() -> None:
+    regular, hardly = (Workload(2.0, 20, Lengths(9), Lengths(9), burstiness) for burstiness in (0.0, 1e-300))
+    assert list(regular.requests(1)) == list(hardly.requests(1))
+
+
 def test_the_command_takes_costs_from_logs_of_steps(tmp_path: Path) -> None:
     # A step of any size takes 0.3 s, by one worker's log; by the other's 0.1.
     logs = []
@@ -674,6 +685,15 @@ def test_the_command_finds_pool_sizes(tmp_path: Path) -> None:
         (["--step-costs", "nowhere.json"], "nowhere.json"),
         (["--step-log", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--step-log", "one", "--step-costs", "other"], "--step-log and --step-costs both say what steps cost"),
+        (["--plan", "--both", "3"], "--plan finds the pools: --prefill, --decode and --both are not for it"),
+        (["--plan", "--routing", "policy", "--routing", "affinity"], "--plan takes one --routing"),
+        (["--json", "nowhere/result.json"], "--json 'nowhere/result.json': there is no folder 'nowhere'"),
+        (["--plot", "nowhere/result.png"], "--plot 'nowhere/result.png': there is no folder 'nowhere'"),
+        (["--burstiness", "inf"], "less than or equal to"),
+        (["--prompt-variation", "1e300"], "less than or equal to"),
+        (["--prompt-tokens", "inf"], "less than or equal to"),
+        (["--rate", "inf"], "less than or equal to"),
+        (["--step-seconds", "inf"], "less than or equal to"),
         (["--prefill", "2"], "a service needs decode workers"),
         (["--kv-tokens", "64"], "a worker has room for 64 together"),
         (["--max-batch-tokens", "100"], "256 sequences do not fit a step of 100 tokens"),
