@@ -420,6 +420,23 @@ async def test_closing_ends_what_is_under_way(start: Start, reader: Reader) -> N
     await engine.close()
 
 
+@needs_nixl
+async def test_a_call_that_fails_ends_no_other(
+    caplog: pytest.LogCaptureFixture, shared_worker: Worker, reader: Reader
+) -> None:
+    pool = new_pool()
+    engine = reader(pool)
+    peer = await engine.peer("worker:1", shared_worker.metadata)
+
+    def fail() -> None:
+        raise ZeroDivisionError("no transfer's failure")
+
+    engine._thread.call(fail)
+    await within_bound(peer.read(b"", ALL))
+    assert_read(shared_worker.pool, pool, ALL)
+    assert "no transfer's failure" in caplog.text
+
+
 # What is refused
 
 

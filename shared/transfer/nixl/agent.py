@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from shared.engine.kv_pool import KVPool
 from shared.transfer.engine import BlockRead, TransferFailed
-from shared.transfer.nixl.library import import_nixl, nixl_errors
+from shared.transfer.nixl.library import NixlErrors, import_nixl
 from shared.transfer.nixl.place import Place
 
 # Where no direct way leads to a peer's memory, UCX would ask its process for the bytes, over TCP. Not for us: blocks
@@ -39,6 +38,13 @@ class Remote(NamedTuple):
     blocks: int
 
 
+class Begun(NamedTuple):
+    """A transfer: nixl's handle, and whether it has ended (memory of the same machine is copied at once)."""
+
+    handle: int
+    has_ended: bool
+
+
 class Agent:
     """A nixl agent with a pool registered. Every call is made by one thread, and may raise TransferFailed.
 
@@ -57,7 +63,7 @@ class Agent:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_MICROSECONDS
-        with nixl_errors():
+        with NixlErrors():
             self._agent: Any = self._nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {"engine_config": _UCX_CONFIG})
             self._register(place, self._data)
@@ -82,17 +88,17 @@ class Agent:
             self._agent.releasedDlistH(remote.blocks)
             self._agent.invalidateRemoteMD(remote.name)
 
-    def start_hello(self, remote: Remote) -> int:
-        """Begins to read the peer's first bytes, into memory of no importance. Returns nixl's handle."""
+    def start_hello(self, remote: Remote) -> Begun:
+        """Begins to read the peer's first bytes, into memory of no importance."""
         num_bytes = min(_HELLO_BYTES, self.place.block_bytes)
         with self._unclosed():
             ours = self._range(self.place, self._hello.data_ptr(), num_bytes)
             theirs = self._range(remote.place, remote.place.address, num_bytes)
             return self._post(self._agent.createXferReq(self._nixl.NIXL_READ, ours, theirs, remote.name))
 
-    def start_read(self, remote: Remote, reads: Sequence[BlockRead]) -> int:
-        """Begins to read blocks; nixl makes one of those that are adjacent on both sides. Returns its handle."""
-        ours, theirs = [read.destination for read in reads], [read.source for read in reads]
+    def start_read(self, remote: Remote, reads: Sequence[BlockRead]) -> Begun:
+        """Begins to read blocks; nixl makes one of those that are adjacent on both sides."""
+        theirs, ours = zip(*reads, strict=True)
         with self._unclosed():
             read = self._nixl.NIXL_READ
             return self._post(self._agent.makeXferReq(read, self._blocks, ours, remote.blocks, theirs))
@@ -109,12 +115,10 @@ class Agent:
     def close(self) -> None:
         self._agent = None
 
-    @contextmanager
-    def _unclosed(self) -> Iterator[None]:
+    def _unclosed(self) -> NixlErrors:
         if self._agent is None:
             raise TransferFailed("the nixl agent is closed")
-        with nixl_errors():
-            yield
+        return NixlErrors()
 
     def _register(self, place: Place, memory: torch.Tensor) -> None:
         region = (memory.data_ptr(), memory.numel() * memory.element_size(), place.device, "")
@@ -133,10 +137,10 @@ class Agent:
     def _segment(self, place: Place) -> Any:
         return getattr(self._nixl, _SEGMENTS[place.kind])
 
-    def _post(self, handle: int) -> int:
+    def _post(self, handle: int) -> Begun:
         try:
-            self._agent.postXferReq(handle)
+            status = self._agent.postXferReq(handle)
         except BaseException:
             self._agent.releaseXferReq(handle)
             raise
-        return handle
+        return Begun(handle, status == self._nixl.NIXL_SUCCESS)

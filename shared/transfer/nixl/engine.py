@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from shared.engine.kv_pool import KVPool
 from shared.transfer.engine import TransferEngine, TransferFailed
-from shared.transfer.nixl.peer import NixlPeer, until_ended
+from shared.transfer.nixl.peer import NixlPeer
 from shared.transfer.nixl.place import Place
 from shared.transfer.nixl.thread import NixlThread
 
@@ -48,4 +48,4 @@ class NixlEngine(TransferEngine):
     async def close(self) -> None:
         self._peers.clear()
         with suppress(TransferFailed):
-            await until_ended(self._thread.close())
+            await self._thread.close()

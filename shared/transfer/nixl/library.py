@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 
 from shared.transfer.engine import TransferFailed
@@ -31,10 +29,12 @@ def import_nixl() -> ModuleType:
         logging.raiseExceptions = raise_exceptions
 
 
-@contextmanager
-def nixl_errors() -> Iterator[None]:
-    """Makes TransferFailed of what nixl raises, which has no type of its own."""
-    try:
-        yield
-    except Exception as error:
-        raise TransferFailed(f"nixl: {error}") from error
+class NixlErrors:
+    """Makes TransferFailed of what nixl raises within it, which has no type of its own."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise TransferFailed(f"nixl: {error}") from error

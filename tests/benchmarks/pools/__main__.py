@@ -39,7 +39,7 @@ class Scale:
     """How much is measured: turns of transfers, prompts among streams, samples of each prefix, requests
     over shared prompts, seconds of load at each rate."""
 
-    transfers: int = 9
+    transfers: int = 45
     prompts: int = 10
     samples: int = 3
     requests: int = 120

@@ -74,7 +74,7 @@ class TransferCosts:
 
 
 async def measure_transfers(turns: int) -> list[Rate]:
-    """Moves each number of blocks by each method, in turns, so that what disturbs one disturbs all.
+    """Moves each number of blocks by each method, in turns of any order, so that what disturbs one disturbs all.
 
     `engine`: blocks read by an engine as a worker has it; `fetch`: all that a worker does for a prefix of another's,
     from asking for it until its blocks count as here. Blocks come to places all over the pool, as in one that has been
@@ -115,6 +115,7 @@ def main() -> None:
 async def _measure(turns: int) -> list[Rate]:
     total = sum(NUM_BLOCKS)
     rates = []
+    order = random.Random(_SEED)
     other_things = torch.zeros(_MOST_CACHED_BYTES, dtype=torch.uint8)
     with block_source(total, NUM_BLOCKS) as source:
         async with _reader(source, total) as reader:
@@ -124,9 +125,10 @@ async def _measure(turns: int) -> list[Rate]:
                         await reader.check(count, method)
                     seconds: dict[str, list[float]] = {name: [] for name in methods}
                     for _ in range(turns):
-                        for name, method in methods.items():
+                        # In any order: the source is still busy with what went before by gRPC.
+                        for name in order.sample(list(methods), len(methods)):
                             other_things.add_(1)
-                            seconds[name].append(await method())
+                            seconds[name].append(await methods[name]())
                 num_bytes = count * reader.pool.block_num_bytes
                 rates += [Rate(name, count, num_bytes, tuple(each)) for name, each in seconds.items()]
     return rates
