@@ -49,12 +49,12 @@ clean: ## Remove generated stubs, caches and benchmark models; .venv stays.
 	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist
 	find protos services shared tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml .ci/constraints.txt
+$(INSTALLED): pyproject.toml protos/pyproject.toml .ci/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'Outrider needs Python 3.11 or later, and $(PYTHON) is not: try make setup PYTHON=python3.12' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): a few minutes the first time'
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev,cpu,nixl]'
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable protos --editable '.[dev,cpu,nixl]'
 	@touch $@
 
 $(STUBS): protos/generate.py $(wildcard protos/outrider/v1/*.proto) | $(INSTALLED)
