@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, StringConstraints, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, StringConstraints, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -102,15 +102,51 @@ class ServiceSettings(BaseSettings):
     config: Path | None = Field(default=None, description="TOML file with a table for each service.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    tls_cert: Path | None = Field(
+        default=None,
+        description="PEM certificate chain that this service shows to others, with its name in the deployment; none: "
+        "no TLS.",
+    )
+    tls_key: Path | None = Field(default=None, description="PEM private key of tls_cert.")
+    tls_ca: Path | None = Field(
+        default=None, description="PEM certificates of the authorities that sign those of a deployment's services."
+    )
+    token_file: Path | None = Field(
+        default=None,
+        description="File with a token that a deployment's services share, one a line: the first is shown, each taken.",
+    )
     drain_seconds: float = Field(default=30.0, ge=0, description="Time that running requests get to finish on SIGTERM.")
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://.+",
         description="OTLP/gRPC endpoint for traces and metrics; none: telemetry is off.",
     )
+    health_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of health alone, in plain text, for probes that know no TLS; unset: none.",
+    )
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="Port on which Prometheus reads /metrics over HTTP; unset: none."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log level shown."
     )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        given = [name for name in ("tls_cert", "tls_key", "tls_ca") if getattr(self, name) is not None]
+        if 0 < len(given) < 3:
+            raise ValueError(
+                f"must have tls_cert, tls_key and tls_ca, or none of them: only {' and '.join(given)} given"
+            )
+        return self
+
+    @property
+    def health_address(self) -> str | None:
+        """host:port of health alone."""
+        return None if self.health_port is None else f"{self.host}:{self.health_port}"
 
     @classmethod
     def settings_customise_sources(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.client_tls import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
 from services.cli.speculation_view import legend, render_tokens, summary
 
 CONNECT_SECONDS = 5.0
@@ -81,6 +83,10 @@ def generate(
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", envvar="OUTRIDER_API_KEY", help="API key, if one is needed.")
     ] = None,
+    ca: CaOption = None,
+    cert: CertOption = None,
+    key: KeyOption = None,
+    server_name: NameOption = None,
 ) -> None:
     """Generate text from a prompt; ends with a summary: TTFT, tokens/s, α, tokens per round, prefix hit."""
     try:
@@ -108,7 +114,15 @@ def generate(
             request.text = prompt
     except ValueError as error:  # text that is not UTF-8, a number that its field cannot hold
         raise typer.BadParameter(str(error)) from None
-    show(address, request, Console(highlight=False, soft_wrap=True), show_speculation=show_speculation, api_key=api_key)
+    credentials, options = client_credentials(ca, cert, key), name_option(server_name)
+
+    def connect() -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, credentials, options)
+
+    console = Console(highlight=False, soft_wrap=True)
+    show(address, request, console, show_speculation=show_speculation, api_key=api_key, connect=connect)
 
 
 def show(
@@ -118,10 +132,13 @@ def show(
     *,
     show_speculation: bool,
     api_key: str | None = None,
+    connect: Callable[[], grpc.aio.Channel] | None = None,
 ) -> Transcript:
     """Streams `request`'s answer to `console`; a failure becomes one line on stderr and exit status 1."""
     try:
-        return asyncio.run(stream(address, request, console, show_speculation=show_speculation, api_key=api_key))
+        return asyncio.run(
+            stream(address, request, console, show_speculation=show_speculation, api_key=api_key, connect=connect)
+        )
     except GenerateError as error:
         console.file.flush()
         typer.echo(f"outrider: {error}", err=True)
@@ -135,14 +152,18 @@ async def stream(
     *,
     show_speculation: bool,
     api_key: str | None = None,
+    connect: Callable[[], grpc.aio.Channel] | None = None,
 ) -> Transcript:
-    """Sends `request` and shows what comes as it comes. Raises GenerateError if there is no server, or it says no."""
+    """Sends `request` and shows what comes as it comes. `connect` makes the channel; None: in plain text.
+
+    Raises GenerateError if there is no server, or it says no.
+    """
     transcript = Transcript()
     colours = console.color_system is not None and not console.no_color
     if show_speculation:
         console.print(legend(colours=colours), end="\n\n")
     metadata = [] if api_key is None else [("authorization", f"Bearer {api_key}")]
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address) if connect is None else connect() as channel:
         if not await _connects(channel):
             raise GenerateError(f"no server answers at {address}: start one with `outrider up`")
         try:

@@ -12,8 +12,11 @@ from typing import Annotated
 
 import typer
 
+from services.cli.certs import certs
 from services.cli.demo import demo
 from services.cli.generate import generate
+from services.cli.health import health
+from services.cli.key import key
 from services.cli.launcher import PREPARED, die_with_parent, prepare_this_process
 from services.cli.options import command_from_settings
 from services.cli.simulate import simulate
@@ -67,6 +70,9 @@ def outrider(
 
 app.command()(up)
 app.command()(generate)
+app.command()(health)
+app.command()(certs)
+app.command()(key)
 app.command()(demo)
 app.command()(simulate)
 

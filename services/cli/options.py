@@ -42,8 +42,8 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     flag = f"--{name.replace('_', '-')}"
     option: Any
     if field.annotation is bool:
-        declaration = f"{flag}/--no-{flag.removeprefix('--')}"
-        option = typer.Option(declaration, help=field.description, show_default=default_text(field))
+        # All are off by default; what a file turns on the environment turns off.
+        option = typer.Option(flag, help=field.description, show_default=default_text(field))
     else:
         option = typer.Option(flag, help=field.description, show_default=default_text(field), metavar="VALUE")
     kind = bool if field.annotation is bool else str

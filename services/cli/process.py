@@ -12,6 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from shared.rpc.channel import connect
 from shared.settings import EXIT_CONFIG, StartupError
 
 LogSink = Callable[[str, str], None]
@@ -35,7 +36,13 @@ class ServiceProcess:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], address: str, log: LogSink
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        address: str,
+        log: LogSink,
+        connect: Callable[[str], grpc.aio.Channel] = connect,
     ) -> None:
         self.name = name
         self.address = address
@@ -44,6 +51,7 @@ class ServiceProcess:
         self._command = command
         self._environment = environment
         self._log = log
+        self._connect = connect
         self._stop = asyncio.Event()
         self._process: Process | None = None
         self._last_line = ""
@@ -155,7 +163,7 @@ class ServiceProcess:
         )
         async for attempt in retrying:
             with attempt:
-                async with grpc.aio.insecure_channel(self.address) as channel:
+                async with self._connect(self.address) as channel:
                     health = health_pb2_grpc.HealthStub(channel)
                     answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
                 if answer.status != health_pb2.HealthCheckResponse.SERVING:

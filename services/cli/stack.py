@@ -8,6 +8,8 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +19,10 @@ from services.cli.process import LogSink, ServiceProcess
 from shared.engine.source import check_source
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.redis.server import RedisServer, RedisServerError
+from shared.registry.keys import DEFAULT_DEPLOYMENT
+from shared.security.identity import PLAIN, Identity, Service
+from shared.security.pem import parse_authorities, parse_chain
+from shared.security.watched_files import WatchedFiles
 from shared.settings import StartupError
 
 LOOPBACK = "127.0.0.1"
@@ -34,9 +40,10 @@ class StackSettings:
 
     `draft` None leaves the drafter out. With `num_prefill` and `num_decode` the target workers are two pools, and
     `num_targets` more that do either (None: one, or beside pools none). With `prefix_store` the stack's Redis keeps
-    prefix blocks themselves, too. `host` and `port` are the router's (0 picks a free one); workers listen on free
-    ports of the loopback alone. Options left None are each service's own to settle, from the environment or its
-    default; `environment` adds to it for single processes, by name ("router", "draft", "target-0", ...).
+    prefix blocks themselves, too; with `certs`, a folder that `outrider certs` filled, all connections are TLS. `host`
+    and `port` are the router's (0 picks a free one); workers listen on free ports of the loopback alone. Options left
+    None are each service's own to settle, from the environment or its default; `environment` adds to it for single
+    processes, by name ("router", "draft", "target-0", ...).
     """
 
     target: str = str(DEMO_TARGET)
@@ -52,6 +59,7 @@ class StackSettings:
     dtype: str | None = None
     num_threads: int | None = None
     config: str | None = None
+    certs: Path | None = None
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     start_seconds: float = 300.0
     drain_seconds: float = 30.0
@@ -69,6 +77,8 @@ class Stack:
         self.lines: deque[tuple[str, str]] = deque(maxlen=10_000)
         self.processes: dict[str, ServiceProcess] = {}
         self._log_sink = log
+        # Whose health is asked for is asked as the router.
+        self._identity = PLAIN if settings.certs is None else router_identity(settings.certs)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._redis: RedisServer | None = None
         self._keeping_redis: asyncio.Task[None] | None = None
@@ -206,7 +216,7 @@ class Stack:
         pools["target"] = (0 if any(pools.values()) else 1) if settings.num_targets is None else settings.num_targets
         return [f"{role}-{i}" for role, count in pools.items() for i in range(count)]
 
-    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
+    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: Service) -> None:
         host, _, port = address.rpartition(":")
         flags = {"host": host, "port": port, "config": self.settings.config, **flags}
         flags |= {"drain-seconds": self.settings.drain_seconds}
@@ -217,11 +227,14 @@ class Stack:
         environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
         if self.settings.prefix_store and service != "draft":
             environment[f"OUTRIDER_{service.upper()}_PREFIX_STORE"] = self.redis.url
+        if self.settings.certs is not None:
+            environment |= _tls_environment(service, self.settings.certs)
         environment |= self.settings.environment.get(name, {})
         if service != "router":
             environment.setdefault(f"OUTRIDER_{service.upper()}_MEMORY_SHARE", str(self._memory_share(service)))
             environment = worker_environment(environment)
-        self.processes[name] = ServiceProcess(name, command, environment, address, self._log)
+        connect_to = partial(self._identity.connect, service=service)
+        self.processes[name] = ServiceProcess(name, command, environment, address, self._log, connect_to)
 
     def _memory_share(self, service: str) -> float:
         """What a worker may take of the memory that all workers of the stack share."""
@@ -234,3 +247,14 @@ class Stack:
         self.lines.append((name, line))
         if self._log_sink is not None:
             self._log_sink(name, line)
+
+
+def router_identity(certs: Path) -> Identity:
+    """The router's, by what `outrider certs` made for the default deployment. Raises StartupError."""
+    own = WatchedFiles([certs / "router.pem", certs / "router-key.pem"], parse_chain)
+    return Identity(own, WatchedFiles([certs / "ca.pem"], parse_authorities), None, DEFAULT_DEPLOYMENT)
+
+
+def _tls_environment(service: Service, certs: Path) -> dict[str, str]:
+    files = {"CERT": f"{service}.pem", "KEY": f"{service}-key.pem", "CA": "ca.pem"}
+    return {f"OUTRIDER_{service}_TLS_{name}".upper(): str((certs / file).absolute()) for name, file in files.items()}

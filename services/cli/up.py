@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,10 @@ def up(
     ] = None,
     num_threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads of each worker.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="TOML file with a table for each service.")] = None,
+    certs: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="TLS, by what `outrider certs` made.", show_default="plain text"),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="Time that running requests get on Ctrl-C.")
     ] = 30.0,
@@ -78,6 +83,7 @@ def up(
         dtype=dtype,
         num_threads=num_threads,
         config=config,
+        certs=certs,
         drain_seconds=drain_seconds,
     )
     asyncio.run(_run(settings))

@@ -16,12 +16,14 @@ from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.prefix.block_hash import root_hash
-from shared.rpc.server import RpcServer
+from shared.security.identity import Identity
 from shared.telemetry.attributes import NUM_DRAFT_TOKENS
 from shared.telemetry.logs import configure_logging
-from shared.telemetry.tracing import Telemetry, configure
+from shared.telemetry.service import configure_service
+from shared.telemetry.tracing import Telemetry
 from shared.worker.bundles import bundles
 from shared.worker.messages import params_from_proto, proposal_to_proto
+from shared.worker.server import worker_server
 from shared.worker.service import run_worker
 from shared.worker.servicer import WorkerServicer
 from shared.worker.stream import Lane, RouterStream
@@ -155,9 +157,9 @@ def _refusal(sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> 
 async def serve(settings: DraftSettings) -> None:
     """Runs a draft worker until it is drained. Raises StartupError if it cannot start."""
     configure_logging("draft", settings.log_level)
-    telemetry = configure("outrider-draft", settings.otlp_endpoint)
+    telemetry = configure_service("outrider-draft", settings)
     servicer = DraftServicer(telemetry, tokenizer_fingerprint(settings.model), settings.optimistic)
-    server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
+    server = worker_server(settings, Identity.of(settings, settings.deployment), telemetry, callers=("router",))
     server.add("outrider.v1.Drafter", draft_pb2_grpc.add_DrafterServicer_to_server, servicer)
     sample = functools.partial(draw, mass=settings.proposal_mass, max_entries=settings.max_candidates)
     try:

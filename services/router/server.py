@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -13,6 +13,7 @@ import grpc
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
 from services.router.clients.admission import Admission
+from services.router.clients.quotas import Quotas
 from services.router.clients.request import (
     ModelLimits,
     check_generate,
@@ -23,6 +24,7 @@ from services.router.clients.request import (
 from services.router.clients.tenants import Tenants
 from services.router.clients.usage import UsageMeter
 from services.router.generation.session import Session
+from services.router.listener import public_credentials
 from services.router.settings import RouterSettings
 from services.router.text.tokenizer import TextTokenizer
 from services.router.text.tokenizer_pool import TokenizerPool
@@ -32,6 +34,9 @@ from shared.rpc.deadline import remaining
 from shared.rpc.edge import request_bytes
 from shared.rpc.errors import DeadlineExceeded, to_status
 from shared.rpc.server import RpcServer
+from shared.security.api_keys import ApiKey, parse_api_keys, unlimited_keys
+from shared.security.identity import Identity
+from shared.security.watched_files import WatchedFiles
 from shared.telemetry.attributes import (
     GEN_AI_REQUEST_MAX_TOKENS,
     GEN_AI_REQUEST_MODEL,
@@ -43,7 +48,8 @@ from shared.telemetry.attributes import (
 )
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.metrics import RouterMetrics
-from shared.telemetry.tracing import Telemetry, configure
+from shared.telemetry.service import configure_service
+from shared.telemetry.tracing import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._tenants = tenants
+        self._quotas = Quotas()
         self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.meter, settings.tokenizer)
 
@@ -89,8 +96,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         limit = remaining(context)
         error_type: str | None = "CANCELLED"
         try:
-            async with asyncio.timeout(limit):
-                await self._generate(request, context, usage)
+            key = self._key(context)
+            with self._quotas.request(key) as usage.spend:
+                async with asyncio.timeout(limit):
+                    await self._generate(request, context, key, usage)
             error_type = None
         except TimeoutError as error:
             error_type = "DEADLINE_EXCEEDED"
@@ -101,8 +110,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             usage.finished(error_type)
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context, usage: UsageMeter) -> None:
-        tenant, limits = self._tenant(context), self._limits()
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, context: Context, key: ApiKey, usage: UsageMeter
+    ) -> None:
+        tenant, limits = key.tenant, self._limits(key)
         checked = await _checked(lambda: check_generate(request, self._tokenizer, limits))
         async with self.admission.slot(tenant or context.peer(), None, checked.num_sequences) as release:
             usage.admitted()
@@ -136,7 +147,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        tenant, limits = self._tenant(context), self._limits()
+        key = self._key(context)
+        tenant, limits = key.tenant, self._limits(key)
         await _checked(lambda: check_tokenize(request, self._tokenizer, limits))
 
         def tokenize() -> inference_pb2.TokenizeResponse:
@@ -150,7 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
-        self._tenant(context)
+        self._key(context)
         model = self._fleet.model
         drafts = [link.info.model for link in self._fleet.drafts if link.info is not None]
         return inference_pb2.GetModelInfoResponse(
@@ -163,16 +175,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             has_chat_template=self._tokenizer.has_chat_template,
         )
 
-    def _tenant(self, context: Context) -> str:
+    def _key(self, context: Context) -> ApiKey:
         return self._tenants.authenticate(tuple(context.invocation_metadata() or ()))
 
-    def _limits(self) -> ModelLimits:
+    def _limits(self, key: ApiKey) -> ModelLimits:
         model = self._fleet.model
         return ModelLimits(
             vocab_size=model.vocab_size,
             max_context=model.max_context,
             eos_token_ids=frozenset(model.eos_token_ids),
             max_prompt_bytes=self._settings.max_prompt_bytes,
+            max_tokens=key.max_tokens,
         )
 
     async def _tokenized(self, tokenize: Callable[[], T]) -> T:
@@ -196,10 +209,10 @@ async def serve(settings: RouterSettings) -> None:
     not fit together.
     """
     configure_logging("router", settings.log_level)
-    telemetry = configure("outrider-router", settings.otlp_endpoint)
+    telemetry = configure_service("outrider-router", settings)
     tokenizer = await asyncio.to_thread(TextTokenizer.load, settings.tokenizer)
     secret = settings.cache_secret.get_secret_value().encode() if settings.cache_secret else secrets.token_bytes(32)
-    tenants = Tenants({key.get_secret_value(): tenant for tenant, key in settings.api_keys.items()}, secret)
+    tenants = Tenants(_api_keys(settings), secret)
     fleet = Fleet(
         settings.targets,
         settings.drafts,
@@ -208,11 +221,14 @@ async def serve(settings: RouterSettings) -> None:
         settings.redis_url,
         settings.deployment,
         settings.prefix_store,
+        Identity.of(settings, settings.deployment),
     )
     servicer = InferenceServicer(settings, tokenizer, fleet, tenants, telemetry)
     server = RpcServer(
         f"{settings.host}:{settings.port}",
         telemetry,
+        credentials=public_credentials(settings),
+        health_address=settings.health_address,
         authenticate=tenants.authenticate,
         max_request_bytes=settings.max_request_bytes,
     )
@@ -234,6 +250,14 @@ async def serve(settings: RouterSettings) -> None:
         await server.stop()
         await fleet.close()
         telemetry.shutdown()
+
+
+def _api_keys(settings: RouterSettings) -> Callable[[], Mapping[bytes, ApiKey]]:
+    """Where to look API keys up. Raises StartupError if their file cannot be used."""
+    if settings.api_keys_file is not None:
+        return WatchedFiles([settings.api_keys_file], parse_api_keys).current
+    keys = unlimited_keys({key.get_secret_value(): tenant for tenant, key in settings.api_keys.items()})
+    return lambda: keys
 
 
 async def _report_health(fleet: Fleet, server: RpcServer) -> None:

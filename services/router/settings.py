@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
@@ -49,6 +50,14 @@ class RouterSettings(ServiceSettings):
         "or with no targets named those that register in Redis.",
     )
     deployment: Deployment = Field(default=DEFAULT_DEPLOYMENT, description=DEPLOYMENT_DESCRIPTION)
+    public_cert: Path | None = Field(
+        default=None, description="PEM certificate chain that clients are shown; unset: tls_cert."
+    )
+    public_key: Path | None = Field(default=None, description="PEM private key of public_cert.")
+    client_ca: Path | None = Field(
+        default=None,
+        description="PEM certificates of the authorities that sign those of clients, who have to show one then.",
+    )
     tokenizer: str = Field(min_length=1, description="The target's tokenizer: its model folder or hub name.")
     redis_url: RedisUrl | None = Field(
         default=None,
@@ -69,6 +78,11 @@ class RouterSettings(ServiceSettings):
     api_keys: Annotated[dict[str, SecretStr], NoDecode, BeforeValidator(_comma_separated_pairs)] = Field(
         default={}, description="API keys by tenant, name=key,name=key; none: no authentication."
     )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="TOML file of API keys by SHA-256, with their tenants and limits (`outrider key` makes them); read "
+        "again when it changes.",
+    )
     cache_secret: SecretStr | None = Field(
         default=None,
         min_length=16,
@@ -84,6 +98,20 @@ class RouterSettings(ServiceSettings):
             raise ValueError("must name target workers, or redis_url where they register")
         if self.drafts and not self.targets:
             raise ValueError("must name target workers as well where draft workers are named")
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_keys(self) -> Self:
+        if self.api_keys and self.api_keys_file is not None:
+            raise ValueError("must have api_keys or api_keys_file, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _public_tls_is_whole(self) -> Self:
+        if (self.public_cert is None) != (self.public_key is None):
+            raise ValueError("must have public_cert and public_key, or neither")
+        if self.client_ca is not None and self.public_cert is None and self.tls_cert is None:
+            raise ValueError("must have public_cert or tls_cert where client_ca is given")
         return self
 
     @property

@@ -21,18 +21,20 @@ from shared.policy.step_costs import StepCosts
 from shared.prefix.block_hash import root_hash
 from shared.prefix.publisher import PrefixPublisher
 from shared.prefix.store import PrefixStore
-from shared.rpc.server import RpcServer
 from shared.sampling.proposal import Proposal
+from shared.security.identity import Identity
 from shared.settings import StartupError
 from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
 from shared.telemetry.logs import configure_logging
-from shared.telemetry.tracing import Telemetry, configure
+from shared.telemetry.service import configure_service
+from shared.telemetry.tracing import Telemetry
 from shared.transfer.engines import make_engines
 from shared.transfer.fetch import Fetcher
 from shared.transfer.offers import Offers
 from shared.transfer.servicer import TransferServicer
 from shared.worker.bundles import bundles
 from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto
+from shared.worker.server import worker_server
 from shared.worker.service import run_worker
 from shared.worker.servicer import WorkerServicer
 from shared.worker.stream import Lane, RouterStream
@@ -300,10 +302,11 @@ _ROLES = {
 async def serve(settings: TargetSettings) -> None:
     """Runs a target worker until it is drained. Raises StartupError if it cannot start."""
     configure_logging("target", settings.log_level)
-    telemetry = configure("outrider-target", settings.otlp_endpoint)
+    telemetry = configure_service("outrider-target", settings)
     servicer = TargetServicer(telemetry, tokenizer_fingerprint(settings.model), _ROLES[settings.role])
     transfers = TransferServicer()
-    server = RpcServer(f"{settings.host}:{settings.port}", telemetry)
+    identity = Identity.of(settings, settings.deployment)
+    server = worker_server(settings, identity, telemetry, callers=("router", "target"))
     server.add("outrider.v1.Target", target_pb2_grpc.add_TargetServicer_to_server, servicer)
     # Also while it drains: what runs here goes to other workers then.
     server.add("outrider.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfers, while_draining=True)
@@ -320,7 +323,7 @@ async def serve(settings: TargetSettings) -> None:
             if stored is not None:
                 servicer.store_in(stored)
                 closing.push_async_callback(stored.close)
-            hand_over = await _make_hand_over(settings, servicer, transfers, stored, closing)
+            hand_over = await _make_hand_over(settings, servicer, transfers, stored, identity, closing)
             servicer.hand_over_by(hand_over)
             closing.push_async_callback(hand_over.close)
             if settings.redis_url is not None:
@@ -360,10 +363,11 @@ async def _make_hand_over(
     servicer: TargetServicer,
     transfers: TransferServicer,
     stored: StoredPrefixes | None,
+    identity: Identity,
     closing: AsyncExitStack,
 ) -> HandOver:
     engine, loop = servicer.engine, servicer.engine_loop
-    engines = make_engines(settings.kv_transfer, engine.pool, servicer.instance_id)
+    engines = make_engines(settings.kv_transfer, engine.pool, servicer.instance_id, identity)
     for each in engines.values():
         closing.push_async_callback(each.close)
     layout = transfer_pb2.BlockLayout(
@@ -375,4 +379,4 @@ async def _make_hand_over(
     )
     offers = Offers(loop, settings.lease_seconds)
     transfers.attach(offers, engine.pool, layout, engines)
-    return HandOver(loop, offers, Fetcher(loop, layout, engines), stored, servicer.telemetry)
+    return HandOver(loop, offers, Fetcher(loop, layout, engines, identity), stored, servicer.telemetry)

@@ -37,6 +37,8 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behavior: TypeAlias = Callable[[Any, _ServicerContext], Awaitable[Any]]
 Authenticate: TypeAlias = Callable[[Iterable[tuple[str, str | bytes]]], object]
 """Raises an OutriderError for a call whose metadata does not let it in."""
+CheckCaller: TypeAlias = Callable[[_ServicerContext], object]
+"""Raises an OutriderError for a call whose caller may not make it."""
 
 request_bytes: Final[ContextVar[int]] = ContextVar("request_bytes")
 """Length on the wire of the request being handled; of a stream of requests it is not set."""
@@ -61,7 +63,8 @@ _propagator = TraceContextTextMapPropagator()
 class Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler of our own services; they must be coroutine or async generator functions.
 
-    - `authenticate`, if there is one, sees a call's metadata before a byte of its request is read.
+    - `authenticate`, if there is one, sees a call's metadata before a byte of its request is read; `check_caller`
+      sees the connection as well, before the handler is called.
     - A request is decoded off the event loop unless it is small, and refused if it is made of too many
       fields. One that cannot be decoded is INVALID_ARGUMENT.
     - A span for each RPC, child of the caller's W3C context. Not for bidirectional streams: they
@@ -74,12 +77,15 @@ class Edge(grpc.aio.ServerInterceptor):
     Health and reflection are open to anyone, and so bounded in the size of requests and in the number of streams.
     """
 
-    def __init__(self, telemetry: Telemetry, authenticate: Authenticate | None = None) -> None:
+    def __init__(
+        self, telemetry: Telemetry, authenticate: Authenticate | None = None, check_caller: CheckCaller | None = None
+    ) -> None:
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_active = 0
         self._telemetry = telemetry
         self._authenticate = authenticate
+        self._check_caller = check_caller
         self._refusing = False
         self._never_refused: list[str] = []
         self._wrapped: dict[str, _Handler] = {}
@@ -178,6 +184,8 @@ class Edge(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: _ServicerContext) -> Any:
             self._started(context)
             try:
+                if self._check_caller is not None:
+                    self._check_caller(context)
                 if self._refusing and not method.startswith(tuple(self._never_refused)):
                     raise Unavailable("the server is draining")
                 if not traced:

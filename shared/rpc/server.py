@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import SERVICE_NAME as HEALTH  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from shared.rpc.edge import Authenticate, Edge
+from shared.rpc.edge import Authenticate, CheckCaller, Edge
 from shared.rpc.health import Health
-from shared.rpc.options import MAX_MESSAGE_BYTES, server_options
+from shared.rpc.options import MAX_MESSAGE_BYTES, SERVER_OPTIONS, server_options
 from shared.telemetry.tracing import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -43,18 +43,26 @@ class RpcServer:
         address: str,
         telemetry: Telemetry,
         *,
+        credentials: grpc.ServerCredentials | None = None,
+        health_address: str | None = None,
         authenticate: Authenticate | None = None,
+        check_caller: CheckCaller | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`address` is "host:port" or "unix:path"; with port 0 the system chooses one at `start`.
 
-        `authenticate` raises for a call that is not let in; of health and reflection it is not asked. A request
-        of more than `max_request_bytes` gets RESOURCE_EXHAUSTED from gRPC itself.
+        `credentials`: of TLS; None listens in plain text. `health_address`: where health is to be had as well, alone
+        and in plain text, for probes that know no TLS. `authenticate` and `check_caller` raise for a call that is
+        not let in, by its metadata and by its connection; of health and reflection they are not asked. A request of
+        more than `max_request_bytes` gets RESOURCE_EXHAUSTED from gRPC itself.
         """
         self.address = address
-        self._edge = Edge(telemetry, authenticate)
+        self._credentials = credentials
+        self._edge = Edge(telemetry, authenticate, check_caller)
         self._server = grpc.aio.server(interceptors=[self._edge], options=server_options(max_request_bytes))
         self._health = Health()
+        self._health_address = health_address
+        self._servers = [self._server]
         self._services: list[str] = []
         self._drained = False
 
@@ -84,14 +92,17 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._services, HEALTH, reflection.SERVICE_NAME], self._server)
         await self.set_serving(False)
-        try:
-            port = self._server.add_insecure_port(self.address)
-        except RuntimeError as error:
-            raise BindError(f"cannot listen on {self.address}: in use, or not an address of this machine") from error
+        port = _listen(self._server, self.address, self._credentials)
         if not self.address.startswith("unix:"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
-        await self._server.start()
-        logger.info("listening", extra={"address": self.address})
+        if self._health_address is not None:
+            probed = grpc.aio.server(interceptors=[self._edge], options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, probed)
+            _listen(probed, self._health_address, None)
+            self._servers.append(probed)
+        for server in self._servers:
+            await server.start()
+        logger.info("listening", extra={"address": self.address, "tls": self._credentials is not None})
 
     async def set_serving(self, serving: bool) -> None:
         """What health says of "" and of every service; without effect once drained."""
@@ -150,9 +161,19 @@ class RpcServer:
 
     async def stop(self) -> None:
         """Stop at once: cancel what runs, and wait until its handlers are through."""
-        await self._server.stop(None)
+        await asyncio.gather(*(server.stop(None) for server in self._servers))
         try:
             async with asyncio.timeout(_UNWIND_SECONDS):
                 await self._edge.idle.wait()
         except TimeoutError:
             logger.error("handlers still run %g seconds after they were cancelled", _UNWIND_SECONDS)
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """The port. Raises BindError."""
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise BindError(f"cannot listen on {address}: in use, or not an address of this machine") from error

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import Meter, NoOpMeterProvider
@@ -31,6 +32,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from shared.telemetry.attributes import CANCELLED, ERROR_TYPE
+from shared.telemetry.prometheus import PrometheusPage
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.resources import Resource
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +122,13 @@ class Telemetry:
             logger.warning("telemetry could not be flushed in %g seconds; the rest is dropped", _SHUTDOWN_SECONDS)
 
 
-def configure(service_name: str, endpoint: str | None) -> Telemetry:
-    """Telemetry of this process, exported by OTLP over gRPC to `endpoint`; off if that is None or "".
+def configure(service_name: str, endpoint: str | None, page: PrometheusPage | None = None) -> Telemetry:
+    """Telemetry of this process, exported by OTLP over gRPC to `endpoint`, unless that is None or "".
 
     Args:
         service_name: the resource's `service.name`, such as "outrider-router".
         endpoint: `http://host:port` or `host:port` in plain text, `https://host:port` over TLS.
+        page: shows the metrics as well, and is closed with the telemetry.
 
     Raises:
         ValueError: the endpoint is none of these.
@@ -129,7 +136,7 @@ def configure(service_name: str, endpoint: str | None) -> Telemetry:
     An unreachable collector is no error, neither here nor later: spans and metrics are dropped.
     """
     if not endpoint:
-        return Telemetry(NoOpTracerProvider().get_tracer("outrider"), NoOpMeterProvider().get_meter("outrider"))
+        return _without_collector(service_name, page)
     scheme, separator, authority = endpoint.rpartition("://")
     if (separator and scheme not in ("http", "https")) or not authority.strip("/"):
         raise ValueError(
@@ -139,13 +146,11 @@ def configure(service_name: str, endpoint: str | None) -> Telemetry:
     # Imported here because an untraced process should not pay for the SDK.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    resource = Resource.create({"service.name": service_name, "service.instance.id": str(uuid.uuid4())})
+    resource = _resource(service_name)
     insecure = scheme != "https"
     # The exit hooks of the providers could hold up a dying process; shutdown() is called instead.
     tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -153,14 +158,34 @@ def configure(service_name: str, endpoint: str | None) -> Telemetry:
         BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS))
     )
     metric_exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS)
-    meter_provider = MeterProvider(
-        [PeriodicExportingMetricReader(metric_exporter)], resource=resource, shutdown_on_exit=False
-    )
-    return Telemetry(
-        tracer_provider.get_tracer("outrider"),
-        meter_provider.get_meter("outrider"),
-        (tracer_provider.shutdown, meter_provider.shutdown),
-    )
+    meter, flushes = _meter(resource, [PeriodicExportingMetricReader(metric_exporter)], page)
+    return Telemetry(tracer_provider.get_tracer("outrider"), meter, (tracer_provider.shutdown, *flushes))
+
+
+def _without_collector(service_name: str, page: PrometheusPage | None) -> Telemetry:
+    tracer = NoOpTracerProvider().get_tracer("outrider")
+    if page is None:
+        return Telemetry(tracer, NoOpMeterProvider().get_meter("outrider"))
+    meter, flushes = _meter(_resource(service_name), [], page)
+    return Telemetry(tracer, meter, flushes)
+
+
+def _resource(service_name: str) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create({"service.name": service_name, "service.instance.id": str(uuid.uuid4())})
+
+
+def _meter(
+    resource: Resource, readers: list[MetricReader], page: PrometheusPage | None
+) -> tuple[Meter, tuple[Callable[[], None], ...]]:
+    """A meter, and what ends it."""
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    if page is not None:
+        readers = [*readers, page.reader]
+    provider = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
+    return provider.get_meter("outrider"), (provider.shutdown, *([] if page is None else [page.close]))
 
 
 def traceparent(span: Span) -> str:

@@ -6,6 +6,7 @@ import logging
 from typing import Literal
 
 from shared.engine.kv_pool import KVPool
+from shared.security.identity import Identity
 from shared.settings import StartupError
 from shared.transfer.engine import TransferEngine, TransferFailed
 from shared.transfer.grpc import GrpcEngine
@@ -15,7 +16,9 @@ from shared.transfer.nixl.library import nixl_available
 logger = logging.getLogger(__name__)
 
 
-def make_engines(setting: Literal["auto", "nixl", "grpc"], pool: KVPool, instance_id: str) -> dict[str, TransferEngine]:
+def make_engines(
+    setting: Literal["auto", "nixl", "grpc"], pool: KVPool, instance_id: str, identity: Identity
+) -> dict[str, TransferEngine]:
     """By name, the best first. Raises StartupError if nixl is asked for and not to be had."""
     engines: dict[str, TransferEngine] = {}
     if setting == "nixl" and not nixl_available():
@@ -28,6 +31,6 @@ def make_engines(setting: Literal["auto", "nixl", "grpc"], pool: KVPool, instanc
                 raise StartupError(f"kv_transfer is nixl, but nixl does not work here: {error}") from error
             logger.warning("KV goes by gRPC alone: nixl does not work here", extra={"reason": str(error)})
     if setting != "nixl":
-        engines[GrpcEngine.name] = GrpcEngine(pool)
+        engines[GrpcEngine.name] = GrpcEngine(pool, identity)
     logger.info("KV transfer", extra={"engines": list(engines)})
     return engines

@@ -16,6 +16,7 @@ from shared.engine.block_pool import OutOfBlocks
 from shared.engine.kv_import import KVImport
 from shared.engine.loop import EngineEnded, EngineLoop
 from shared.prefix.block_hash import HASH_BYTES
+from shared.security.identity import PLAIN, Identity
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
 from shared.transfer.finish import finish
 from shared.transfer.grpc import GrpcEngine
@@ -59,13 +60,17 @@ class Fetcher:
     """Fetches blocks from other workers into this one's pool."""
 
     def __init__(
-        self, engine_loop: EngineLoop, layout: transfer_pb2.BlockLayout, engines: Mapping[str, TransferEngine]
+        self,
+        engine_loop: EngineLoop,
+        layout: transfer_pb2.BlockLayout,
+        engines: Mapping[str, TransferEngine],
+        identity: Identity = PLAIN,
     ) -> None:
         """`engines`: those to read with by name, the best first."""
         self._engine_loop = engine_loop
         self._layout = layout
         self._engines = engines
-        self._channels = PeerChannels()
+        self._channels = PeerChannels(identity)
 
     async def fetch(self, kv_import: KVImport, address: str, ticket: bytes | None) -> Fetched:
         """Brings what `kv_import` lacks from the worker at `address`: what that offers under `ticket`, or has cached.

@@ -11,6 +11,7 @@ import grpc
 from outrider.v1 import transfer_pb2, transfer_pb2_grpc
 
 from shared.engine.kv_pool import KVPool
+from shared.security.identity import PLAIN, Identity
 from shared.transfer.engine import BlockRead, TransferEngine, TransferFailed, TransferPeer
 from shared.transfer.finish import finish
 from shared.transfer.peer_channels import PeerChannels
@@ -24,9 +25,9 @@ class GrpcEngine(TransferEngine):
 
     name = "grpc"
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, identity: Identity = PLAIN) -> None:
         self._pool = pool
-        self._channels = PeerChannels()
+        self._channels = PeerChannels(identity)
 
     @property
     def metadata(self) -> bytes:

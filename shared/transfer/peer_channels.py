@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from shared.rpc.channel import connect
+from shared.security.identity import PLAIN, Identity
 
 # A channel that nobody used for so long is closed: workers come and go, and their addresses with them.
 _IDLE_SECONDS = 600.0
@@ -25,16 +25,19 @@ class _Known:
 class PeerChannels:
     """Belongs to the event loop."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+    def __init__(self, identity: Identity = PLAIN) -> None:
+        self._identity = identity
+        # By address, and certificate: with a new one a new channel is made, and the old one is left to its users.
+        self._known: dict[tuple[str, int], _Known] = {}
 
     @asynccontextmanager
     async def to(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         """The channel to `address` (host:port), which stays open meanwhile."""
         await self._close_idle()
-        if address not in self._known:
-            self._known[address] = _Known(connect(address))
-        known = self._known[address]
+        key = address, self._identity.generation
+        if key not in self._known:
+            self._known[key] = _Known(self._identity.connect(address, "target"))
+        known = self._known[key]
         known.num_users += 1
         try:
             yield known.channel
@@ -50,6 +53,6 @@ class PeerChannels:
 
     async def _close_idle(self) -> None:
         limit = time.monotonic() - _IDLE_SECONDS
-        idle = [address for address, each in self._known.items() if not each.num_users and each.last_used < limit]
-        for each in [self._known.pop(address) for address in idle]:
+        idle = [key for key, each in self._known.items() if not each.num_users and each.last_used < limit]
+        for each in [self._known.pop(key) for key in idle]:
             await each.channel.close()

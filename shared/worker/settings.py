@@ -18,6 +18,9 @@ class WorkerSettings(EngineSettings):
         description="Redis where it registers, and publishes its prefix blocks (redis://, rediss:// or unix://).",
     )
     deployment: Deployment = Field(default=DEFAULT_DEPLOYMENT, description=DEPLOYMENT_DESCRIPTION)
+    insecure: bool = Field(
+        default=False, description="Listen beyond this machine without certificates or a token: anybody may call."
+    )
     advertise: Address | None = Field(
         default=None, description="host:port where others reach this worker; unset: where it listens."
     )

@@ -15,6 +15,7 @@ import pytest_asyncio
 from outrider.v1 import inference_pb2
 
 from services.cli.stack import Stack, StackSettings
+from shared.security.identity import Service
 from shared.worker.failure import EXIT_FAILED
 from tests.support.faulty_target import FAIL, FAULT_FILE, HANG
 from tests.support.service import OnChunk, generate, inference, wait_until_idle, worker_state
@@ -33,7 +34,7 @@ RESTART_SECONDS = 120.0
 class FaultyStack(Stack):
     """Its first target is a `tests.support.faulty_target`."""
 
-    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
+    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: Service) -> None:
         super()._add(name, address, flags, service=service)
         if name == FAULTY:
             process = self.processes[name]

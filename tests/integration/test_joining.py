@@ -17,6 +17,7 @@ from shared.models import DEMO_TARGET
 from shared.redis.server import RedisServer
 from shared.registry.listing import Listing
 from shared.registry.member import Member
+from shared.security.identity import Service
 from tests.support.fake_workers import FakeDrafter, FakeTarget, Worker
 from tests.support.greedy import python_prompts, references
 from tests.support.router_stack import FINGERPRINT, until
@@ -111,7 +112,7 @@ async def test_while_redis_is_away_those_known_stay() -> None:
 class RegisteredStack(LocalStack):
     """Its router knows no worker but those that register."""
 
-    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
+    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: Service) -> None:
         known = ("targets", "drafts") if service == "router" else ()
         super()._add(name, address, {key: value for key, value in flags.items() if key not in known}, service=service)
 

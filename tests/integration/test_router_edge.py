@@ -24,9 +24,22 @@ from services.router.text.tokenizer import TextTokenizer
 from services.router.workers import fleet as fleet_module
 from services.router.workers.fleet import Fleet
 from shared.rpc.channel import connect
+from shared.security.api_keys import ApiKey, digest_of, unlimited_keys
 from shared.settings import StartupError
 from tests.support.fake_workers import FakeDrafter, FakeTarget
-from tests.support.router_stack import FINGERPRINT, GREEDY, TOKENIZER, Output, Stack, greedy, read, stack, until
+from tests.support.router_stack import (
+    FINGERPRINT,
+    GREEDY,
+    MAX_TOKENS,
+    PROMPT,
+    TOKENIZER,
+    Output,
+    Stack,
+    greedy,
+    read,
+    stack,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -135,8 +148,9 @@ async def test_a_request_takes_as_many_places_as_it_has_sequences() -> None:
 
 async def test_lines_are_the_tenants_however_many_connections_they_open() -> None:
     keys = {"key-a": "anna", "key-b": "bert"}
-    salts = {name: Tenants(keys, b"secret").cache_salt(name) for name in keys.values()}
-    async with stack(max_running=1, api_keys=keys) as s, AsyncExitStack() as channels:
+    known = unlimited_keys(keys)
+    salts = {name: Tenants(lambda: known, b"secret").cache_salt(name) for name in keys.values()}
+    async with stack(max_running=1, keys=lambda: known) as s, AsyncExitStack() as channels:
         s.target.gate.clear()
         running: list[asyncio.Task[Output]] = []
         for number, key in enumerate(["key-a"] * 4 + ["key-b"]):
@@ -224,14 +238,72 @@ async def test_large_requests_are_checked_off_the_event_loop(monkeypatch: pytest
 
 
 async def test_only_a_known_key_is_served_and_its_salt_goes_along() -> None:
-    async with stack(api_keys={"key-a": "anna"}) as s:
+    known = unlimited_keys({"key-a": "anna"})
+    async with stack(keys=lambda: known) as s:
         for metadata in ((), (("authorization", "Bearer anna"),), (("authorization", "Bearer key-b"),)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await s.generate(metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert s.target.prefills == []
         assert (await s.generate(metadata=(("authorization", "Bearer key-a"),))).tokens == {0: GREEDY}
-        assert s.target.prefills[0].cache_salt == Tenants({"key-a": "anna"}, b"secret").cache_salt("anna")
+        assert s.target.prefills[0].cache_salt == Tenants(lambda: known, b"secret").cache_salt("anna")
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+async def refusal(s: Stack, request: inference_pb2.GenerateRequest, key: str) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await s.generate(request, metadata=bearer(key))
+    return caught.value
+
+
+async def test_a_key_has_so_many_requests_at_once() -> None:
+    """Waiting ones and those of other connections as well; another key of the tenant is not counted with it."""
+    first, second = ApiKey("anna", digest_of("a1"), max_requests=2), ApiKey("anna", digest_of("a2"), max_requests=2)
+    async with stack(max_running=1, keys=lambda: {key.digest: key for key in (first, second)}) as s:
+        s.target.gate.clear()
+        held = [asyncio.create_task(s.generate(metadata=bearer("a1"))) for _ in range(2)]
+        await until(lambda: s.servicer.admission.num_waiting == 1, "one runs, one waits")
+        error = await refusal(s, greedy(), "a1")
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == "this API key has 2 of 2 requests under way"
+        assert b"RetryInfo" in dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+        held.append(asyncio.create_task(s.generate(metadata=bearer("a2"))))
+        await until(lambda: s.servicer.admission.num_waiting == 2, "the other key's waits too")
+        held[0].cancel()
+        s.target.gate.set()
+        for task in held[1:]:
+            assert (await task).tokens == {0: GREEDY}
+        assert (await s.generate(metadata=bearer("a1"))).tokens == {0: GREEDY}
+
+
+async def test_a_key_has_so_many_tokens_a_minute() -> None:
+    """What is used too many is waited for; limits are those of the moment."""
+    used = len(PROMPT) + MAX_TOKENS
+    keys = {digest_of("a"): ApiKey("anna", digest_of("a"), tokens_per_minute=used - 1)}
+    async with stack(keys=lambda: keys) as s:
+        assert (await s.generate(metadata=bearer("a"))).tokens == {0: GREEDY}
+        error = await refusal(s, greedy(), "a")
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == f"this API key has used its {used - 1} tokens a minute"
+        keys[digest_of("a")] = ApiKey("anna", digest_of("a"))
+        assert (await s.generate(metadata=bearer("a"))).tokens == {0: GREEDY}
+        keys.clear()
+        keys[digest_of("b")] = ApiKey("bert", digest_of("b"))
+        assert (await refusal(s, greedy(), "a")).code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_key_allows_so_many_output_tokens() -> None:
+    key = ApiKey("anna", digest_of("a"), max_tokens=MAX_TOKENS)
+    async with stack(keys=lambda: {key.digest: key}) as s:
+        error = await refusal(s, greedy(max_tokens=MAX_TOKENS + 1), "a")
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == f"max_tokens is {MAX_TOKENS + 1}: must be at most {MAX_TOKENS} with this API key"
+        unsaid = greedy()
+        unsaid.ClearField("max_tokens")
+        assert (await s.generate(unsaid, metadata=bearer("a"))).tokens == {0: GREEDY}
 
 
 async def test_bad_input_touches_no_worker() -> None:

@@ -17,6 +17,7 @@ from outrider.v1 import inference_pb2_grpc
 
 from services.cli.stack import Stack, StackSettings
 from shared.rpc.channel import connect
+from shared.security.identity import Service
 from tests.support.proxy import Proxy
 from tests.support.service import Generated, collect, request, wait_until_idle
 
@@ -51,7 +52,7 @@ class ChaosStack(Stack):
         self.proxies: dict[str, Proxy] = {}
         self._starting: list[asyncio.Task[None]] = []
 
-    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: str) -> None:
+    def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: Service) -> None:
         if service == "router":
             reached = {self.processes[worker].address: proxy.address for worker, proxy in self.proxies.items()}
             flags = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from services.router.workers.fleet import Fleet
 from shared.engine.tokenizer_fingerprint import vocabulary_fingerprint
 from shared.rpc.channel import connect
 from shared.rpc.server import RpcServer
+from shared.security.api_keys import ApiKey
 from shared.telemetry.tracing import configure
 from tests.support.fake_workers import FakeDrafter, FakeTarget, draft_tokens, next_token, plain_output
 from tests.support.models import byte_tokenizer
@@ -138,7 +139,7 @@ async def stack(
     num_targets: int = 1,
     drafter: bool = True,
     roles: Sequence[worker_pb2.Role] = (),
-    api_keys: dict[str, str] | None = None,
+    keys: Callable[[], Mapping[bytes, ApiKey]] = dict,
     redis_url: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
@@ -159,9 +160,7 @@ async def stack(
         options.max_num_draft_tokens,
         redis_url,
     )
-    servicer = InferenceServicer(
-        options, TextTokenizer(TOKENIZER), fleet, Tenants(api_keys or {}, b"secret"), telemetry
-    )
+    servicer = InferenceServicer(options, TextTokenizer(TOKENIZER), fleet, Tenants(keys, b"secret"), telemetry)
     server = RpcServer("127.0.0.1:0", telemetry)
     server.add("outrider.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
     await server.start()

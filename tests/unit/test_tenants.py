@@ -9,8 +9,10 @@ import pytest
 
 from services.router.clients.tenants import Tenants
 from shared.rpc.errors import Unauthenticated
+from shared.security.api_keys import unlimited_keys
 
-_TENANTS = Tenants({"key-a": "acme", "key-b": "globex", "key-a2": "acme"}, secret=b"deployment")
+_KEYS = unlimited_keys({"key-a": "acme", "key-b": "globex", "key-a2": "acme"})
+_TENANTS = Tenants(lambda: _KEYS, secret=b"deployment")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ _TENANTS = Tenants({"key-a": "acme", "key-b": "globex", "key-a2": "acme"}, secre
     ],
 )
 def test_a_known_key_names_its_tenant(credential: str | bytes, tenant: str) -> None:
-    assert _TENANTS.authenticate([("user-agent", "x"), ("authorization", credential)]) == tenant
+    assert _TENANTS.authenticate([("user-agent", "x"), ("authorization", credential)]).tenant == tenant
 
 
 @pytest.mark.parametrize(
@@ -49,16 +51,16 @@ def test_anything_else_is_refused_without_repeating_it(metadata: list[tuple[str,
 
 
 def test_without_keys_everyone_is_the_same_tenant() -> None:
-    tenants = Tenants({}, secret=b"")
-    assert tenants.authenticate([]) == ""
-    assert tenants.authenticate([("authorization", "Bearer whatever")]) == ""
+    tenants = Tenants(dict, secret=b"")
+    assert tenants.authenticate([]).tenant == ""
+    assert tenants.authenticate([("authorization", "Bearer whatever")]).tenant == ""
     assert tenants.cache_salt("") == b""
 
 
 def test_salts_are_the_servers_own() -> None:
     assert _TENANTS.cache_salt("acme") == hmac.digest(b"deployment", b"acme", hashlib.sha256)
     assert _TENANTS.cache_salt("acme") != _TENANTS.cache_salt("globex")
-    other = Tenants({"key-a": "acme"}, secret=b"another deployment")
+    other = Tenants(lambda: _KEYS, secret=b"another deployment")
     assert _TENANTS.cache_salt("acme") != other.cache_salt("acme")
 
 
@@ -69,5 +71,9 @@ def test_salts_are_the_servers_own() -> None:
 def test_settings_that_would_not_separate_tenants_are_refused(
     api_keys: dict[str, str], secret: bytes, setting: str
 ) -> None:
+    def make() -> Tenants:
+        keys = unlimited_keys(api_keys)
+        return Tenants(lambda: keys, secret)
+
     with pytest.raises(ValueError, match=setting):
-        Tenants(api_keys, secret)
+        make()

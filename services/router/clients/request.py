@@ -33,13 +33,14 @@ class ModelLimits:
     """What the served model and the settings allow.
 
     `max_context`: most prompt and output tokens together. `max_prompt_bytes`: most bytes of prompt text,
-    checked before it is tokenized.
+    checked before it is tokenized. `max_tokens`: most output tokens that the API key allows, if it says so.
     """
 
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
     max_prompt_bytes: int = 1 << 20
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +256,16 @@ def _with_lengths(
     params: SamplingParams, request: inference_pb2.GenerateRequest, num_prompt_tokens: int, limits: ModelLimits
 ) -> SamplingParams:
     room = limits.max_context - num_prompt_tokens
-    max_tokens = request.max_tokens if request.HasField("max_tokens") else min(_DEFAULT_MAX_TOKENS, room)
+    allowed = room if limits.max_tokens is None else limits.max_tokens
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else min(_DEFAULT_MAX_TOKENS, room, allowed)
     if not 1 <= max_tokens <= room:
         raise InvalidArgument(
             "max_tokens",
             max_tokens,
             f"in [1, {room}], what a prompt of {num_prompt_tokens} tokens leaves of a context of {limits.max_context}",
         )
+    if max_tokens > allowed:
+        raise InvalidArgument("max_tokens", max_tokens, f"at most {allowed} with this API key")
     if request.min_tokens > max_tokens:
         raise InvalidArgument("min_tokens", request.min_tokens, f"at most max_tokens, {max_tokens}")
     return replace(params, max_tokens=max_tokens, min_tokens=request.min_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from outrider.v1 import inference_pb2
 
@@ -13,6 +14,8 @@ class UsageMeter:
     """Counts one request's tokens and rounds from its arrival on; seconds are measured from there too."""
 
     def __init__(self, metrics: RouterMetrics, operation: str) -> None:
+        self.spend: Callable[[int], None] = lambda _: None
+        """Told of tokens, of the prompt and of the output, as they are used."""
         self._metrics = metrics
         self._operation = operation
         self._arrival = time.monotonic()
@@ -32,6 +35,7 @@ class UsageMeter:
 
     def prompt_tokenized(self, num_prompt_tokens: int) -> None:
         self._usage.prompt_tokens = num_prompt_tokens
+        self.spend(num_prompt_tokens)
 
     def placed(self, predicted_seconds: float) -> None:
         """The request was placed, anew perhaps; its first token is foreseen after so long."""
@@ -47,6 +51,7 @@ class UsageMeter:
                 self._metrics.placed(predicted, self._first_token_seconds - placed_at)
             self._usage.cached_tokens = cached_tokens
         self._usage.output_tokens += num_tokens
+        self.spend(num_tokens)
         self._num_output_tokens[sequence_index] = self._num_output_tokens.get(sequence_index, 0) + num_tokens
 
     def round_verified(self, num_draft_tokens: int, num_accepted: int, num_kept: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -16,7 +16,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from services.router.workers.description import check_description
 from services.router.workers.outbox import Outbox
 from shared.policy.step_costs import StepCosts
-from shared.rpc.channel import connect
+from shared.security.identity import PLAIN, Identity, Service
 from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,21 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
     so that what belonged to an earlier one can be told; `costs` is what its steps cost.
     """
 
+    service: ClassVar[Service]
+
     def __init__(
-        self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
+        self,
+        address: str,
+        check: Callable[[worker_pb2.WorkerInfo], None],
+        changed: asyncio.Condition,
+        identity: Identity = PLAIN,
     ) -> None:
         """`check` sees what the worker says of itself before it is used. The StartupError it raises ends
         `run` the first time; a worker that was right once and comes back wrong is refused until it is right
         again, as is one for which `check` raises WorkerRefused. `changed` is notified when the worker is
         connected, drains or is lost."""
         self.address = address
+        self._identity = identity
         self._check = check
         self._changed = changed
         self.info: worker_pb2.WorkerInfo | None = None
@@ -67,15 +74,7 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
     async def run(self) -> None:
         """Keeps the stream open until cancelled."""
         while True:
-            async with connect(self.address) as channel:
-                # Endlessly: a worker that is away may come back, and until then requests go elsewhere.
-                async for attempt in AsyncRetrying(
-                    retry=retry_if_exception_type((grpc.aio.AioRpcError, WorkerRefused)),
-                    wait=wait_random_exponential(multiplier=0.05, max=1.0),
-                    before_sleep=self._after_failure,
-                ):
-                    with attempt:
-                        await self._accept(await self._get_info(channel))
+            async with await self._reach() as channel:
                 try:
                     await self._converse(channel)
                 except grpc.aio.AioRpcError as error:
@@ -103,6 +102,24 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
         """Gives up on a worker that does not answer: its stream ends, and `run` connects again when it can."""
         if self._call is not None:
             self._call.cancel()
+
+    async def _reach(self) -> grpc.aio.Channel:
+        """A channel to the worker, which was found and accepted."""
+        # Endlessly: a worker that is away may come back, and until then requests go elsewhere.
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type((grpc.aio.AioRpcError, WorkerRefused)),
+            wait=wait_random_exponential(multiplier=0.05, max=1.0),
+            before_sleep=self._after_failure,
+        ):
+            with attempt:
+                # Another each time: certificates may have been replaced since.
+                channel = self._identity.connect(self.address, self.service)
+                try:
+                    await self._accept(await self._get_info(channel))
+                except BaseException:
+                    await channel.close()
+                    raise
+        return channel
 
     @abstractmethod
     def _new_request(self, operations: Sequence[Operation]) -> Request: ...

@@ -15,6 +15,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
 
 from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
 from shared.sampling.params import SamplingParams
+from shared.security.identity import PLAIN, Identity
 from shared.worker.messages import params_to_proto
 
 logger = logging.getLogger(__name__)
@@ -197,10 +198,16 @@ class DraftLane:
 class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftRequest, draft_pb2.DraftResponse]):
     """The draft worker as the router sees it."""
 
+    service = "draft"
+
     def __init__(
-        self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
+        self,
+        address: str,
+        check: Callable[[worker_pb2.WorkerInfo], None],
+        changed: asyncio.Condition,
+        identity: Identity = PLAIN,
     ) -> None:
-        super().__init__(address, check, changed)
+        super().__init__(address, check, changed, identity)
         # By sequence and position: an answer that comes too late must not pass for the next one.
         self._asks: dict[tuple[int, int], Ask] = {}
         self._sequence_ids = itertools.count(1)

@@ -19,6 +19,7 @@ from shared.policy.gamma import GammaController
 from shared.registry.directory import Directory
 from shared.registry.keys import DEFAULT_DEPLOYMENT
 from shared.rpc.errors import Unavailable
+from shared.security.identity import PLAIN, Identity
 from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,12 @@ class Fleet:
         redis_url: str | None,
         deployment: str = DEFAULT_DEPLOYMENT,
         prefix_store: str | None = None,
+        identity: Identity = PLAIN,
     ) -> None:
         """With `redis_url`, placement asks the prefix index there which workers hold a prompt's blocks; with no
         `targets` as well, all workers are those that register there for this deployment, as they come and go.
-        `prefix_store`: the Redis that keeps the blocks themselves."""
+        `prefix_store`: the Redis that keeps the blocks themselves. `identity`: who the router is to the workers."""
+        self._identity = identity
         self.changed = asyncio.Condition()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.placer = Placer(lambda: self.targets, redis_url, prefix_store)
@@ -65,8 +68,8 @@ class Fleet:
         self._first_target_at: float | None = None
         self._controllers: dict[tuple[TargetLink, DraftLink], tuple[tuple[int, int], GammaController]] = {}
         self._tasks: dict[object, asyncio.Task[None]] = {}
-        self.targets = [TargetLink(address, self._check_target, self.changed) for address in targets]
-        self.drafts = [DraftLink(address, self._check_draft, self.changed) for address in drafts]
+        self.targets = [self._target(address) for address in targets]
+        self.drafts = [self._draft(address) for address in drafts]
 
     def start(self) -> None:
         """Connects to every worker, and keeps connected until `close`."""
@@ -230,10 +233,10 @@ class Fleet:
         self._controllers = {pair: found for pair, found in self._controllers.items() if gone.isdisjoint(pair)}
 
     def _target(self, address: str) -> TargetLink:
-        return TargetLink(address, self._check_target, self.changed)
+        return TargetLink(address, self._check_target, self.changed, self._identity)
 
     def _draft(self, address: str) -> DraftLink:
-        return DraftLink(address, self._check_draft, self.changed)
+        return DraftLink(address, self._check_draft, self.changed, self._identity)
 
     def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[key] = asyncio.create_task(work)

@@ -20,6 +20,7 @@ from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConne
 from services.router.workers.silence import Silence
 from shared.policy.placement import Role
 from shared.sampling.params import SamplingParams
+from shared.security.identity import PLAIN, Identity
 from shared.worker.messages import params_to_proto
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,16 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
     `breaker` counts the requests that it failed, over all its connections.
     """
 
+    service = "target"
+
     def __init__(
-        self, address: str, check: Callable[[worker_pb2.WorkerInfo], None], changed: asyncio.Condition
+        self,
+        address: str,
+        check: Callable[[worker_pb2.WorkerInfo], None],
+        changed: asyncio.Condition,
+        identity: Identity = PLAIN,
     ) -> None:
-        super().__init__(address, check, changed)
+        super().__init__(address, check, changed, identity)
         self.draining = False
         self.backlog = Backlog()
         # Sequences that will come when their prompt is computed elsewhere.

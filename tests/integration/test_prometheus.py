@@ -1,0 +1,95 @@
+"""What Prometheus reads of services, and who cannot keep it from that."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.request
+
+import pytest
+from outrider.v1 import inference_pb2, inference_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.cli.ports import free_ports
+from shared.rpc.channel import connect
+from shared.settings import StartupError
+from shared.telemetry import prometheus
+from shared.telemetry.metrics import RouterMetrics
+from shared.telemetry.prometheus import PrometheusPage
+from shared.telemetry.tracing import configure
+from tests.support.service import running_stack
+
+
+def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Values by sample and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return samples
+
+
+def test_the_instruments_under_their_names_with_their_buckets() -> None:
+    page = PrometheusPage("127.0.0.1", 0)
+    telemetry = configure("outrider-test", None, page)
+    try:
+        metrics = RouterMetrics(telemetry.meter, "tiny")
+        metrics.first_token(0.03, "chat")
+        metrics.round_verified(3, 2)
+        samples = scrape(page.port)
+        buckets = samples["gen_ai_server_time_to_first_token_seconds_bucket"]
+        below = {dict(labels)["le"]: count for labels, count in buckets.items()}
+        assert (below["0.02"], below["0.04"], below["+Inf"]) == (0, 1, 1)
+        accepted = samples["outrider_acceptance_accepted_total"]
+        assert {dict(labels)["outrider_position"]: count for labels, count in accepted.items()} == {"0": 1, "1": 1}
+        (info,) = samples["target_info"]
+        assert dict(info)["service_name"] == "outrider-test"
+    finally:
+        telemetry.shutdown()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", page.port))
+
+
+def test_who_connects_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.1)
+    page = PrometheusPage("127.0.0.1", 0)
+    telemetry = configure("outrider-test", None, page)
+    RouterMetrics(telemetry.meter, "tiny").admitted(0.1)
+    try:
+        silent = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(3)]
+        assert "target_info" in scrape(page.port)
+        for connection in silent:
+            connection.close()
+    finally:
+        telemetry.shutdown()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"metrics_port {port} of 127.0.0.1 cannot be listened on"):
+            PrometheusPage("127.0.0.1", port)
+
+
+async def test_each_service_of_a_stack_has_its_own() -> None:
+    names = ("router", "target-0", "draft")
+    ports = dict(zip(names, free_ports("127.0.0.1", len(names)), strict=True))
+    environment = {
+        name: {f"OUTRIDER_{name.partition('-')[0].upper()}_METRICS_PORT": str(port)} for name, port in ports.items()
+    }
+    request = inference_pb2.GenerateRequest(text="def main():\n", max_tokens=16, temperature=0.0)
+    request.speculation.num_draft_tokens = 2
+    async with running_stack(environment) as stack:
+        async with connect(stack.router_address) as channel:
+            async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60):
+                pass
+        seen = {name: await asyncio.to_thread(scrape, port) for name, port in ports.items()}
+    (count,) = seen["router"]["gen_ai_server_request_duration_seconds_count"].values()
+    assert count == 1
+    for name in names[1:]:
+        assert any(sample.startswith("outrider_kv") for sample in seen[name]), sorted(seen[name])
