@@ -164,6 +164,8 @@ def _write(certificate_path: Path, key_path: Path, signed: _Signed) -> None:
         (certificate_path, signed.certificate.public_bytes(Encoding.PEM), 0o644),
     ):
         temporary = path.with_suffix(".new")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        # One that is left over may be open to others.
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
         temporary.replace(path)

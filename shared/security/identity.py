@@ -94,14 +94,20 @@ class Identity:
         """What a server of others' calls listens with: TLS in which they show certificates as well; None is plain."""
         return None if self._own is None else server_credentials(self._own, self._authorities)
 
-    def check_caller(self, callers: Iterable[Service], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises Unauthenticated, PermissionDenied unless the caller is one of those services, of this deployment."""
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Raises Unauthenticated if callers have to show a token, and the call's metadata shows none."""
         if self._tokens is not None:
-            check_token(self._tokens.current(), tuple(context.invocation_metadata() or ()))
+            check_token(self._tokens.current(), metadata)
+
+    def check_caller(self, callers: Iterable[Service], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raises PermissionDenied if callers have to show certificates, and the caller's is not that of one of those
+        services, of this deployment."""
         if self._own is None:
             return
         allowed = {certificate_name(service, self._deployment) for service in callers}
-        shown = {name.decode("utf-8", "replace") for name in context.peer_identities() or ()}
+        # Not grpc's `peer_identities`, for which the subject will do where there is no such name.
+        names = context.auth_context().get("x509_subject_alternative_name") or ()
+        shown = {name.decode("utf-8", "replace") for name in names}
         if not allowed & shown:
             raise PermissionDenied(
                 f"the certificate is that of {', '.join(sorted(shown)) or 'nobody'}: callers here are "

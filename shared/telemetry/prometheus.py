@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from socketserver import TCPServer
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -27,6 +28,12 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(WSGIServer):
+    def server_bind(self) -> None:
+        # Not HTTPServer's own, which asks DNS for this machine's name, and waits.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
+        self.setup_environ()
+
     def handle_error(self, request: object, client_address: object) -> None:
         """One that is gone, or said nothing in time: in place of a traceback on stderr."""
         logger.info("a reader of metrics was given up", extra={"reason": str(sys.exc_info()[1])})

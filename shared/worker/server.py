@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from functools import partial
 
+from shared.rpc.loopback import is_loopback
 from shared.rpc.server import RpcServer
 from shared.security.identity import Identity, Service
 from shared.settings import StartupError
@@ -22,7 +22,7 @@ def worker_server(
 
     Raises StartupError where strangers could reach it and nothing tells them from those, unless that is wanted.
     """
-    if not identity.is_shown and not _is_loopback(settings.host):
+    if not identity.is_shown and not is_loopback(settings.host):
         if not settings.insecure:
             raise StartupError(
                 f"host is {settings.host}, where anybody may call: set tls_cert, tls_key and tls_ca, or token_file, "
@@ -34,12 +34,6 @@ def worker_server(
         telemetry,
         credentials=identity.server_credentials(),
         health_address=settings.health_address,
+        authenticate=identity.authenticate,
         check_caller=partial(identity.check_caller, callers),
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -6,12 +6,17 @@ import logging
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from outrider.v1 import inference_pb2, inference_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 
@@ -153,6 +158,30 @@ async def test_a_message_of_a_stream_needs_a_right_caller_too(made: Path) -> Non
 async def test_who_is_not_taken_for_a_target_worker(made: Path, folder: str, service: str) -> None:
     async with target(settings(made / folder, service)) as server:
         assert await outcome(identity(made / "ours", "router").connect(server.address, "target")) == "UNAVAILABLE"
+
+
+async def test_a_subject_is_no_name(certificates: Path) -> None:
+    """Authorities often sign any subject: what counts is subjectAltName."""
+    ours = certificates / "ours"
+    authority = x509.load_pem_x509_certificate((ours / "ca.pem").read_bytes())
+    signing = load_pem_private_key((ours / "ca-key.pem").read_bytes(), password=None)
+    key = load_pem_private_key((ours / "client-key.pem").read_bytes(), password=None)
+    assert isinstance(signing, ec.EllipticCurvePrivateKey)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    now = datetime.now(UTC)
+    forged = (
+        x509.CertificateBuilder()
+        .issuer_name(authority.subject)
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "router.default.outrider")]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - DAY)
+        .not_valid_after(now + DAY)
+        .sign(signing, hashes.SHA256())
+    )
+    (ours / "client.pem").write_bytes(forged.public_bytes(Encoding.PEM))
+    async with target(settings(ours)) as server:
+        assert await outcome(identity(ours, "client").connect(server.address, "target")) == "PERMISSION_DENIED"
 
 
 async def test_an_expired_certificate(certificates: Path) -> None:
