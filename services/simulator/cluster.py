@@ -6,6 +6,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -99,12 +100,19 @@ class Service:
         if worker is not route.decode:
             stream.destination = route.decode
             route.decode.expect_hand_over(stream)
-        if route.source is None:
+        source = route.source
+        if source is None:
             self._submit(now, worker, stream)
         else:
-            done = self._send(now, route.source, worker, route.fetch_tokens)
             num_blocks = (held + route.fetch_tokens) // machine.block_size
-            self._at(done, self._fetched, worker, stream, num_blocks)
+            # Room is made here between two steps, then the blocks are held there, between two of that worker's.
+            fetch = partial(self._fetch, source, worker, stream, route.fetch_tokens, num_blocks)
+            self._between_steps(now, worker, lambda now: self._between_steps(now, source, fetch))
+
+    def _fetch(
+        self, source: Worker, worker: Worker, stream: Stream, num_tokens: int, num_blocks: int, now: float
+    ) -> None:
+        self._at(self._send(now, source, worker, num_tokens), self._fetched, worker, stream, num_blocks)
 
     def _fetched(self, now: float, worker: Worker, stream: Stream, num_blocks: int) -> None:
         """The first blocks of the stream's prefix are there."""
@@ -129,6 +137,8 @@ class Service:
             self._outcomes.ended(stream.order, stream.request, stream.first_token_at + latency, now + latency)
             if stream.destination is not None:
                 stream.destination.expect_no_more(stream)
+        for act in worker.take_between_steps():
+            act(now)
         for stream in outcome.leaving:
             destination, stream.destination = stream.destination, None
             assert destination is not None
@@ -146,6 +156,14 @@ class Service:
             self._go_on(now, worker)
 
     # Workers
+
+    def _between_steps(self, now: float, worker: Worker, act: Callable[[float], None]) -> None:
+        """Has something done when the worker's step under way has ended."""
+        self._pause(now, worker)
+        if worker.running:
+            worker.do_between_steps(act)
+        else:
+            act(now)
 
     def _pause(self, now: float, worker: Worker) -> None:
         """Something comes in: a run ends after the step under way."""

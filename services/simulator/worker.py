@@ -75,6 +75,7 @@ class Worker:
         # Where the steps of each kind are in their variation.
         self._variation_at = [rng.randrange(len(factors)) for factors in machine.variation]
         self.running = False
+        self._between_steps: list[Callable[[float], None]] = []
         # Another model on the same machine has its turn after each step: runs are of one step.
         self.in_turns = False
         # Events of runs that were cut short are recognised by it.
@@ -174,6 +175,15 @@ class Worker:
         return self._began + num_begun * self._step_seconds
 
     # Steps
+
+    def do_between_steps(self, act: Callable[[float], None]) -> None:
+        """To be done when the step under way has ended."""
+        self._between_steps.append(act)
+
+    def take_between_steps(self) -> list[Callable[[float], None]]:
+        """What is to be done now that a step has ended."""
+        acts, self._between_steps = self._between_steps, []
+        return acts
 
     def pull(self) -> list[Pull]:
         """Between steps: streams to be handed over that there is room for now."""

@@ -28,7 +28,7 @@ from services.simulator.machine import ByKind, Machine
 from services.simulator.outcomes import Outcomes, quantiles, weighted_quantiles
 from services.simulator.pool_sizes import least_of_both, least_separate
 from services.simulator.report import Objectives, PlotUnavailable, drawing, plot, summarise, table
-from services.simulator.routing import ByPolicy, RoutingName
+from services.simulator.routing import ByPolicy, Route, Routing, RoutingName
 from services.simulator.trace import TraceError, read_trace
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from shared.policy.placement import TransferRates
@@ -311,6 +311,31 @@ def test_a_prefix_is_fetched_where_that_is_faster() -> None:
     # With the first, all but the first request find it; with the second, another computes it.
     assert fast.cached_tokens == 40 * 4000
     assert slow.cached_tokens < 40 * 4000
+
+
+@pytest.mark.parametrize(("begun_there", "begun_here"), [(None, None), (10.0, None), (10.0, 10.004), (10.004, 10.0)])
+def test_a_fetch_waits_for_the_steps_of_both(begun_there: float | None, begun_here: float | None) -> None:
+    """First for the one where the blocks come to, then for the one where they are."""
+
+    class Placed(Routing):
+        """By the prefix: "p" is on the first worker, and who asks for it at 10.01 s fetches it from there."""
+
+        def place(self, request: Request, now: float) -> Route:
+            there, here = cluster.workers
+            if now == 10.01:
+                return Route(here, source=there, fetch_tokens=160)
+            return Route(here if now == begun_here else there)
+
+    cluster = Cluster(Pools(num_both=2), MACHINE, RATES)
+    cluster.routing = Placed()
+    requests = [Request(0.0, 200, 1, "p", 160), Request(10.01, 200, 1, "p", 160)]
+    requests += [Request(begun, 500, 1) for begun in (begun_there, begun_here) if begun is not None]
+    outcomes = cluster.run(sorted(requests))
+    (fetched,) = [ttft for order, ttft in zip(outcomes.order, outcomes.ttft, strict=True) if order == len(requests) - 1]
+    here_free = 10.01 if begun_here is None else begun_here + step(500)
+    there_free = here_free if begun_there is None else max(here_free, begun_there + step(500))
+    came = there_free + RATES.seconds("0", "1", 160)
+    assert fetched == pytest.approx(came - 10.01 + step(40))
 
 
 def test_the_seed_determines_everything() -> None:
