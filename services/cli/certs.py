@@ -53,7 +53,7 @@ def certs(
         list[str] | None,
         typer.Option(metavar="NAME", help="Name or address by which clients reach the router; may be given often."),
     ] = None,
-    days: Annotated[int, typer.Option(metavar="N", min=1, help="How long the certificates are valid.")] = 90,
+    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates are valid.")] = 90,
 ) -> None:
     """Make an authority and certificates for trying TLS: a file and its -key for router, target, draft and client."""
     try:
@@ -90,6 +90,8 @@ def _authority(folder: Path) -> _Signed:
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError("ca-key.pem is not a key that this command made")
         return _Signed(load_pem_x509_certificate(certificate_path.read_bytes()), key)
+    if certificate_path.exists():
+        raise ValueError("ca.pem is there, and ca-key.pem is not")
     key = ec.generate_private_key(ec.SECP256R1())
     name = Name([NameAttribute(NameOID.COMMON_NAME, "Outrider test authority")])
     certificate = (

@@ -13,7 +13,7 @@ from shared.settings import StartupError
 logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
-# Of each file when and how large it was last written, and which it is behind a link.
+# Of each file when it, or who may read it, was last changed (which no copy can pretend), its size, and which it is.
 _Versions: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
@@ -61,7 +61,7 @@ class WatchedFiles(Generic[Content]):
 
     def _look(self) -> _Versions:
         statuses = [path.stat() for path in self._paths]
-        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in statuses)
+        return tuple((status.st_ctime_ns, status.st_size, status.st_ino) for status in statuses)
 
     def _read(self) -> Content:
         return self._parse([path.read_bytes() for path in self._paths])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from outrider.v1 import inference_pb2, inference_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from typer.testing import CliRunner
 
 from services.cli.certs import write_certificates
+from services.cli.main import app
 from services.cli.ports import free_ports
 from services.cli.stack import router_identity
 from services.router.listener import public_credentials
@@ -29,6 +32,8 @@ from services.target.settings import TargetSettings
 from shared.rpc.channel import connect
 from shared.rpc.server import RpcServer
 from shared.security.identity import Identity
+from shared.security.token import parse_tokens
+from shared.security.watched_files import WatchedFiles
 from shared.settings import SettingsError, StartupError
 from shared.telemetry.tracing import configure
 from shared.worker.server import worker_server
@@ -244,6 +249,25 @@ def test_files_that_cannot_be_used(certificates: Path, file: str, content: bytes
     with pytest.raises(StartupError, match=complaint) as caught:
         identity(certificates / "ours")
     assert "secret stuff" not in str(caught.value)
+
+
+def test_a_file_replaced_by_one_as_old_and_as_long(tmp_path: Path) -> None:
+    """As copies that keep times are."""
+    path = token_file(tmp_path / "token", TOKEN)
+    files = WatchedFiles([path], parse_tokens)
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    token_file(path, OLD_TOKEN)
+    os.utime(path, ns=times)
+    assert files.current() == (OLD_TOKEN,)
+
+
+def test_an_authority_is_not_replaced_by_mistake(certificates: Path) -> None:
+    ours = certificates / "ours"
+    (ours / "ca-key.pem").unlink()
+    before = (ours / "ca.pem").read_bytes()
+    result = CliRunner().invoke(app, ["certs", str(ours)])
+    assert (result.exit_code, (ours / "ca.pem").read_bytes()) == (1, before)
+    assert result.stderr == f"outrider: no certificates in {ours}: ca.pem is there, and ca-key.pem is not\n"
 
 
 def test_tls_needs_all_of_its_files(made: Path) -> None:
