@@ -31,9 +31,10 @@ def key(
     if not tenant:
         raise typer.BadParameter("TENANT must not be empty")
     new = _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-    # TOML's basic strings take what JSON's do.
-    lines = ["[[key]]", f"tenant = {json.dumps(tenant)}", f'sha256 = "{digest_of(new).hex()}"']
+    # TOML's basic strings take what JSON's do, but for surrogates and DEL.
+    name = json.dumps(tenant, ensure_ascii=False).replace("\x7f", r"\u007f")
+    lines = ["[[key]]", f"tenant = {name}", f'sha256 = "{digest_of(new).hex()}"']
     limits = {"max_requests": max_requests, "tokens_per_minute": tokens_per_minute, "max_tokens": max_tokens}
-    lines += [f"{name} = {limit}" for name, limit in limits.items() if limit is not None]
+    lines += [f"{setting} = {limit}" for setting, limit in limits.items() if limit is not None]
     typer.echo("\n".join(lines) + "\n")
     typer.echo(f"{tenant}'s API key, shown only here: {new}", err=True)

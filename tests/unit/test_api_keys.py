@@ -51,7 +51,7 @@ def test_a_key_written_in_place_of_its_hash_is_not_repeated() -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("tenant", ["anna", 'an "na"\n', "änna"])
+@pytest.mark.parametrize("tenant", ["anna", 'an "na"\n', "änna", "anna \U0001f600", "an\x7fna"])
 def test_the_command_makes_an_entry_and_shows_the_key_once(tenant: str) -> None:
     arguments = ["key", tenant, "--max-requests=4", "--tokens-per-minute=1000", "--max-tokens=64"]
     results = [CliRunner().invoke(app, arguments) for _ in range(2)]
