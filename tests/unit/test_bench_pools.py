@@ -115,7 +115,7 @@ def test_a_trace_has_as_many_requests_at_every_rate_as_come() -> None:
 
 
 def test_gaps_count_from_the_first_prompt_on() -> None:
-    numbers = interference.numbers_of(streams_and_prompts())
+    numbers = interference.numbers_of([streams_and_prompts()])
     # Of each stream five tokens came before the prompt.
     assert numbers["gap p50"] == pytest.approx(0.1)
     assert numbers["gap p99"] == pytest.approx(2.0)
@@ -129,7 +129,7 @@ def test_goodput_needs_both() -> None:
         served(Request(0.0, 10, 3), 9.0, 0.05, 0.05),
         served(Request(0.0, 10, 3), 1.0, 0.5, 0.5),
     ]
-    numbers = goodput.numbers_of(Run("x", COLOCATED, tuple(requests), observed()))
+    numbers = goodput.numbers_of([Run("x", COLOCATED, tuple(requests), observed())] * 2)
     assert numbers["within SLOs"] == pytest.approx(1 / 3)
     assert numbers["goodput"] == pytest.approx(1 / 9.1)
 
@@ -189,7 +189,7 @@ def test_transfer_costs_are_of_the_best_engine() -> None:
 
 def test_a_run_that_took_what_steps_take_is_simulated_as_it_was() -> None:
     run = alone("d", *(Request(10.0 * i, 100 + 40 * i, 5) for i in range(8)))
-    compared = compare(run, routing.COMPARED, TRANSFER)
+    compared = compare([run] * 2, routing.COMPARED, TRANSFER)
     assert [each.what for each in compared] == ["TTFT mean", "TTFT p50", "TTFT p99"]
     assert [each.ratio for each in compared] == pytest.approx([1.0] * 3)
     # Warm-up said that steps take twice as long.
@@ -222,12 +222,22 @@ def test_a_report_has_every_part() -> None:
     assert len(values["runs"]["e"]) == 2
 
 
-def test_rows_are_medians_over_repeats() -> None:
-    def run(seconds: float) -> Run:
-        return Run("policy", COLOCATED, (served(Request(0.0, 100, 2), seconds, 0.1),), observed(), RoutingName.POLICY)
+def test_rows_are_over_the_repeats_together() -> None:
+    def run(*seconds: float) -> Run:
+        requests = tuple(served(Request(0.0, 100, 2), each, 0.1) for each in seconds)
+        return Run("policy", COLOCATED, requests, observed(), RoutingName.POLICY)
 
-    rows = rows_of_runs(PARTS["d"], [[run(1.0)], [run(5.0)], [run(2.0)]])
-    assert rows["policy"]["TTFT mean"] == pytest.approx(2.0)
+    rows = rows_of_runs(PARTS["d"], [[run(1.0)], [run(5.0)], [run(2.0, 3.0, 4.0)]])
+    assert rows["policy"]["TTFT mean"] == pytest.approx(3.0)
+    assert rows["policy"]["TTFT p50"] == pytest.approx(3.0)
+    assert rows["policy"]["TTFT p99"] == pytest.approx(5.0)
+
+
+def test_gaps_of_all_repeats_count() -> None:
+    one, other = streams_and_prompts(), streams_and_prompts(interference.CHUNKED)
+    alone, both = (interference.COMPARED["gap p99"]([run.outcomes for run in runs]) for runs in ([one], [one, other]))
+    assert alone == both == pytest.approx(2.0)
+    assert interference.numbers_of([one, one]) == pytest.approx(interference.numbers_of([one]))
 
 
 def test_nothing_is_as_much_as_nothing() -> None:

@@ -117,7 +117,7 @@ def _parse_options() -> argparse.Namespace:
         default=",".join(_LETTERS),
         help="Parts, separated by commas: a long prompts among streams, b transfers, c prefixes, d routing, e goodput.",
     )
-    parser.add_argument("--repeats", type=int, default=1, help="Medians are over this many; default 1.")
+    parser.add_argument("--repeats", type=int, default=1, help="What is measured so often; default 1.")
     parser.add_argument("--quick", action="store_true", help="Little of everything: only to see that it works.")
     parser.add_argument(
         "--json",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Final
 
-from services.simulator.report import Objectives, summarise
+from services.simulator.outcomes import Outcomes
+from services.simulator.report import Objectives
 from services.simulator.workload import Lengths, Request, Workload
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
@@ -28,10 +31,15 @@ _AS_GOOD = 0.02
 PROMPT_TOKENS: Final = Lengths(400, 0.5)
 OUTPUT_TOKENS: Final = Lengths(48, 0.3)
 
+
+def _num_good(several: Sequence[Outcomes]) -> int:
+    return sum(each.num_good(*OBJECTIVES) for each in several)
+
+
 COMPARED: Final[Numbers] = {
-    "TTFT mean": lambda outcomes: summarise(outcomes, OBJECTIVES).ttft.mean,
-    "TPOT mean": lambda outcomes: summarise(outcomes, OBJECTIVES).tpot.mean,
-    "goodput": lambda outcomes: summarise(outcomes, OBJECTIVES).goodput,
+    "TTFT mean": lambda several: fmean(ttft for each in several for ttft in each.ttft),
+    "TPOT mean": lambda several: fmean(tpot for each in several for tpot in each.tpot if not math.isnan(tpot)),
+    "goodput": lambda several: _num_good(several) / sum(each.seconds for each in several),
 }
 
 
@@ -78,7 +86,8 @@ def name_of(setup: Setup, rate: float) -> str:
     return f"{setup.name}, {rate:g}/s"
 
 
-def numbers_of(run: Run) -> dict[str, float]:
+def numbers_of(runs: Sequence[Run]) -> dict[str, float]:
     """Requests a second within both SLOs, the share of requests that are; means in seconds."""
-    summary = summarise(run.outcomes, OBJECTIVES)
-    return {name: number(run.outcomes) for name, number in COMPARED.items()} | {"within SLOs": summary.attainment}
+    several = [run.outcomes for run in runs]
+    share = _num_good(several) / sum(each.num_requests for each in several)
+    return {name: number(several) for name, number in COMPARED.items()} | {"within SLOs": share}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Final
 
 from services.simulator.cluster import Pools
-from services.simulator.outcomes import quantiles, weighted_quantiles
+from services.simulator.outcomes import Outcomes, quantiles, weighted_quantiles
 from services.simulator.workload import Request
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
@@ -33,11 +35,16 @@ _PROMPT_OUTPUT = 4
 # Until all streams run.
 _LEAD_SECONDS = 3.0
 
+
+def _gaps(several: Sequence[Outcomes]) -> Counter[float]:
+    return sum((each.inter_token for each in several), Counter[float]())
+
+
 COMPARED: Final[Numbers] = {
-    "gap p50": lambda outcomes: weighted_quantiles(outcomes.inter_token, (0.5,))[0],
-    "gap p99": lambda outcomes: weighted_quantiles(outcomes.inter_token, (0.99,))[0],
-    "TTFT of prompts, mean": lambda outcomes: fmean(
-        ttft for place, ttft in zip(outcomes.order, outcomes.ttft, strict=True) if place >= NUM_STREAMS
+    "gap p50": lambda several: weighted_quantiles(_gaps(several), (0.5,))[0],
+    "gap p99": lambda several: weighted_quantiles(_gaps(several), (0.99,))[0],
+    "TTFT of prompts, mean": lambda several: fmean(
+        ttft for each in several for place, ttft in zip(each.order, each.ttft, strict=True) if place >= NUM_STREAMS
     ),
 }
 """Gaps of prompts' few tokens count as well here: the simulator does not tell them apart."""
@@ -66,20 +73,26 @@ def trace(num_prompts: int) -> list[Request]:
     return streams + [Request(time, PROMPT_TOKENS, _PROMPT_OUTPUT) for time in times]
 
 
-def numbers_of(run: Run) -> dict[str, float]:
+def numbers_of(runs: Sequence[Run]) -> dict[str, float]:
     """Of the streams, since the first prompt came: seconds from token to token, over all of them, and tokens a second
     of all together. Of the prompts: TTFT."""
-    streams, prompts = run.served[:NUM_STREAMS], run.served[NUM_STREAMS:]
-    first = prompts[0].request.time
-    times = [[time for time in each.token_times if time >= first] for each in streams]
-    gaps = [after - before for each in times for before, after in pairwise(each)]
-    ttfts = [each.token_times[0] - each.request.time for each in prompts]
+    gaps: list[float] = []
+    ttfts: list[float] = []
+    num_tokens, seconds = 0, 0.0
+    for run in runs:
+        streams, prompts = run.served[:NUM_STREAMS], run.served[NUM_STREAMS:]
+        first = prompts[0].request.time
+        times = [[time for time in each.token_times if time >= first] for each in streams]
+        gaps += [after - before for each in times for before, after in pairwise(each)]
+        ttfts += [each.token_times[0] - each.request.time for each in prompts]
+        num_tokens += sum(map(len, times))
+        seconds += max(each[-1] for each in times) - first
     p50, p99 = quantiles(gaps, (0.5, 0.99))
     return {
         "gap p50": p50,
         "gap p99": p99,
         "gap max": max(gaps),
-        "tokens/s": sum(map(len, times)) / (max(each[-1] for each in times) - first),
+        "tokens/s": num_tokens / seconds,
         "TTFT mean": fmean(ttfts),
         "TTFT max": max(ttfts),
     }

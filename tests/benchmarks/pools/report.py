@@ -65,7 +65,12 @@ def render(results: Results, machine: Machine) -> Group:
     compared = _comparisons(results)
     if compared:
         parts += [_step_costs(results), Text(), _simulated(compared), Text()]
-    parts.append(Text(f"bf16, greedy, speculation off; medians over the repeats.\n{machine}", "dim"))
+    parts.append(
+        Text(
+            f"bf16, greedy, speculation off; over the repeats together, transfers and prefixes as medians.\n{machine}",
+            "dim",
+        )
+    )
     return Group(*parts)
 
 

@@ -1,10 +1,12 @@
-"""All that was measured, and what stands in the report: medians over the repeats."""
+"""All that was measured, and what stands in the report: over the repeats together.
+
+A percentile of each repeat would be one request's luck: the p99 of 120 is the second slowest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from tests.benchmarks.pools.prefixes import Sample
 from tests.benchmarks.pools.run import Numbers, Run
@@ -17,10 +19,10 @@ Rows = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A kind of load: what is told of a run, and what of that is simulated."""
+    """A kind of load: what is told of a run, over its repeats, and what of that is simulated."""
 
     title: str
-    numbers_of: Callable[[Run], Mapping[str, float]]
+    numbers_of: Callable[[Sequence[Run]], Mapping[str, float]]
     compared: Numbers
 
 
@@ -38,19 +40,10 @@ class Results:
 
 
 def rows_of(part: Part, repeats: Sequence[Sequence[Run]]) -> Rows:
-    """Medians over the repeats, which have the same runs."""
-    found = [{run.name: part.numbers_of(run) for run in runs} for runs in repeats]
-    return {
-        name: {number: median(each[name][number] for each in found) for number in numbers}
-        for name, numbers in found[0].items()
-    }
+    """Numbers over the repeats, which have the same runs in the same order."""
+    return {runs[0].name: part.numbers_of(runs) for runs in zip(*repeats, strict=True)}
 
 
 def comparisons_of(part: Part, repeats: Sequence[Sequence[Run]], transfer: TransferCosts) -> list[Comparison]:
-    """Of each run and number: the repeat with the median ratio of what was simulated to what was measured."""
-    found: dict[tuple[str, str], list[Comparison]] = {}
-    for runs in repeats:
-        for run in runs:
-            for each in compare(run, part.compared, transfer):
-                found.setdefault((each.run, each.what), []).append(each)
-    return [sorted(several, key=lambda each: each.ratio)[len(several) // 2] for several in found.values()]
+    """Of each run and number, over the repeats."""
+    return [each for runs in zip(*repeats, strict=True) for each in compare(runs, part.compared, transfer)]

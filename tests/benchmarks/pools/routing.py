@@ -6,12 +6,14 @@ The first two need nothing of the product: a router for each worker alone, and a
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from statistics import fmean
 from typing import Final
 
 from services.cli.stack import Stack
-from services.simulator.outcomes import quantiles
+from services.simulator.outcomes import Outcomes, quantiles
 from services.simulator.routing import RoutingName
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from tests.benchmarks.measurement import OnStep
@@ -31,10 +33,15 @@ RATE: Final = 2.5
 _OWN_TOKENS = Lengths(48, 0.3)
 _OUTPUT_TOKENS = Lengths(16, 0.3)
 
+
+def _ttfts(several: Sequence[Outcomes]) -> Iterable[float]:
+    return chain.from_iterable(each.ttft for each in several)
+
+
 COMPARED: Final[Numbers] = {
-    "TTFT mean": lambda outcomes: fmean(outcomes.ttft),
-    "TTFT p50": lambda outcomes: quantiles(outcomes.ttft, (0.5,))[0],
-    "TTFT p99": lambda outcomes: quantiles(outcomes.ttft, (0.99,))[0],
+    "TTFT mean": lambda several: fmean(_ttfts(several)),
+    "TTFT p50": lambda several: quantiles(_ttfts(several), (0.5,))[0],
+    "TTFT p99": lambda several: quantiles(_ttfts(several), (0.99,))[0],
 }
 
 
@@ -53,11 +60,11 @@ async def measure_routing(pair: Pair, num_requests: int, seed: int, on_step: OnS
     return runs
 
 
-def numbers_of(run: Run) -> dict[str, float]:
+def numbers_of(runs: Sequence[Run]) -> dict[str, float]:
     """TTFT in seconds, and the share of prompt tokens that were cached where they were computed."""
-    outcomes = run.outcomes
-    hit = outcomes.cached_tokens / outcomes.prompt_tokens
-    return {name: number(outcomes) for name, number in COMPARED.items()} | {"prefix hit": hit}
+    several = [run.outcomes for run in runs]
+    hit = sum(each.cached_tokens for each in several) / sum(each.prompt_tokens for each in several)
+    return {name: number(several) for name, number in COMPARED.items()} | {"prefix hit": hit}
 
 
 async def _chooser(stack: Stack, routing: RoutingName, routers: AsyncExitStack) -> Choose:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.simulator.outcomes import Outcomes
@@ -12,8 +12,8 @@ from tests.benchmarks.pools.observed import Observed
 from tests.benchmarks.pools.setup import Setup
 from tests.benchmarks.pools.trace import Served, outcomes_of
 
-Numbers = Mapping[str, Callable[[Outcomes], float]]
-"""What is compared, by name: seconds, or requests a second."""
+Numbers = Mapping[str, Callable[[Sequence[Outcomes]], float]]
+"""What is compared, by name, over all repeats together: seconds, or requests a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -17,7 +18,7 @@ from tests.benchmarks.pools.transfer import TransferCosts
 
 # As the workers' own default.
 _MAX_SEQUENCES = 256
-# Steps vary at random: medians over so many simulations.
+# Steps vary at random: the median of so many simulations of all repeats.
 _NUM_SEEDS = 9
 
 
@@ -42,21 +43,19 @@ class Comparison:
         return _ratio(self.from_warm_up, self.live)
 
 
-def compare(run: Run, numbers: Numbers, transfer: TransferCosts) -> list[Comparison]:
-    """Each of these numbers, on the very trace that was served, by the router's own policy.
+def compare(runs: Sequence[Run], numbers: Numbers, transfer: TransferCosts) -> list[Comparison]:
+    """Each of these numbers over the repeats of a run, on the very traces that were served, by the router's own policy.
 
-    The simulator is told what a step of this run cost, by the tokens in it. When which step was taken with what in it,
-    and so who waited for whom, is its own affair.
+    The simulator is told what a step of each repeat cost, by the tokens in it. When which step was taken with what in
+    it, and so who waited for whom, is its own affair.
     """
-    live = run.outcomes
-    before = _machine(run)
-    served = as_logged(
-        replace(before, latency_seconds=run.observed.latency_seconds), run.observed.logs, one_machine=True
-    )
-    simulated = [_simulate(run, served, transfer, seed) for seed in range(_NUM_SEEDS)]
-    from_warm_up = _simulate(run, before, transfer, 0)
+    live = [run.outcomes for run in runs]
+    before = [_machine(run) for run in runs]
+    served = [_as_served(run, machine) for run, machine in zip(runs, before, strict=True)]
+    simulated = [_simulate(runs, served, transfer, seed) for seed in range(_NUM_SEEDS)]
+    from_warm_up = _simulate(runs, before, transfer, 0)
     return [
-        Comparison(run.name, what, number(live), median(map(number, simulated)), number(from_warm_up))
+        Comparison(runs[0].name, what, number(live), median(map(number, simulated)), number(from_warm_up))
         for what, number in numbers.items()
     ]
 
@@ -77,10 +76,20 @@ def _machine(run: Run) -> Machine:
     return Machine(StepCosts(at_warm_up(run)), most, min(_MAX_SEQUENCES, most), info.num_blocks, info.block_size)
 
 
-def _simulate(run: Run, machine: Machine, transfer: TransferCosts, seed: int) -> Outcomes:
-    bytes_per_token = run.observed.info.block_bytes / machine.block_size
-    rates = TransferRates(bytes_per_token, transfer.fixed_seconds, transfer.bytes_per_second)
-    return Cluster(run.setup.pools, machine, rates, run.routing, seed).run(run.requests)
+def _as_served(run: Run, machine: Machine) -> Machine:
+    """With steps as they were in the run."""
+    with_latency = replace(machine, latency_seconds=run.observed.latency_seconds)
+    return as_logged(with_latency, run.observed.logs, one_machine=True)
+
+
+def _simulate(runs: Sequence[Run], machines: Sequence[Machine], transfer: TransferCosts, seed: int) -> list[Outcomes]:
+    """Of each repeat, with the machine as it was then."""
+    outcomes = []
+    for run, machine in zip(runs, machines, strict=True):
+        bytes_per_token = run.observed.info.block_bytes / machine.block_size
+        rates = TransferRates(bytes_per_token, transfer.fixed_seconds, transfer.bytes_per_second)
+        outcomes.append(Cluster(run.setup.pools, machine, rates, run.routing, seed).run(run.requests))
+    return outcomes
 
 
 def _ratio(simulated: float, live: float) -> float:
