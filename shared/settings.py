@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, StringConstraints, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -116,6 +116,9 @@ class ServiceSettings(BaseSettings):
         description="File with a token that a deployment's services share, one a line: the first is shown, each taken.",
     )
     drain_seconds: float = Field(default=30.0, ge=0, description="Time that running requests get to finish on SIGTERM.")
+    redis_password_file: Path | None = Field(
+        default=None, description="File with the password of redis_url and prefix_store, read at start; unset: in them."
+    )
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://.+",
@@ -147,6 +150,25 @@ class ServiceSettings(BaseSettings):
     def health_address(self) -> str | None:
         """host:port of health alone."""
         return None if self.health_port is None else f"{self.host}:{self.health_port}"
+
+    def redis_at(self, url: str | None) -> str | None:
+        """The URL of a Redis with the password that belongs to it; None of none. Raises SettingsError."""
+        if url is None or self.redis_password_file is None:
+            return url
+        shown = f"{self.service} setting redis_password_file is {str(self.redis_password_file)!r}"
+        try:
+            password = self.redis_password_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise SettingsError(f"{shown}, which cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"{shown}, which is not UTF-8") from error
+        if not password:
+            raise SettingsError(f"{shown}, which is empty")
+        parts = urlsplit(url)
+        user, _, host = parts.netloc.rpartition("@")
+        if ":" in user:
+            raise SettingsError(f"{shown}, and there is a password in the URL of {host or 'a socket'} as well")
+        return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()
 
     @classmethod
     def settings_customise_sources(

@@ -82,6 +82,11 @@ class ServiceProcess:
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
                 self.restarts += 1
 
+    @property
+    def pid(self) -> int | None:
+        """Process id; None unless it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
     async def stop(self, drain_seconds: float) -> None:
         """Asks the process to drain, and kills it if it has not ended by then."""
         self._stop.set()

@@ -86,6 +86,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._quotas = Quotas()
         self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.meter, settings.tokenizer)
+        self._metrics.watch_requests(lambda: self.admission.num_running, lambda: self.admission.num_waiting)
+        self._metrics.watch_workers(fleet.states)
 
     # A coroutine that writes, not a generator: it is cancelled with its RPC wherever it is.
     async def Generate(  # type: ignore[override]
@@ -218,9 +220,9 @@ async def serve(settings: RouterSettings) -> None:
         settings.drafts,
         tokenizer_fingerprint(settings.tokenizer),
         settings.max_num_draft_tokens,
-        settings.redis_url,
+        settings.redis_at(settings.redis_url),
         settings.deployment,
-        settings.prefix_store,
+        settings.redis_at(settings.prefix_store),
         Identity.of(settings, settings.deployment),
     )
     servicer = InferenceServicer(settings, tokenizer, fleet, tenants, telemetry)

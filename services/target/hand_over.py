@@ -17,6 +17,7 @@ from shared.engine.sequence import Sequence
 from shared.policy.placement import STORE
 from shared.prefix.block_hash import root_hash
 from shared.telemetry.attributes import ERROR_TYPE, NUM_TOKENS, TRANSFER_BYTES, TRANSFER_ENGINE, TRANSFER_PEER
+from shared.telemetry.metrics import WorkerMetrics
 from shared.telemetry.tracing import Telemetry
 from shared.transfer.engine import TransferFailed
 from shared.transfer.fetch import Fetched, Fetcher, end_import
@@ -58,6 +59,7 @@ class HandOver:
         fetcher: Fetcher,
         stored: StoredPrefixes | None,
         telemetry: Telemetry,
+        metrics: WorkerMetrics,
     ) -> None:
         """`stored`: None without a prefix store."""
         self._engine_loop = engine_loop
@@ -66,6 +68,7 @@ class HandOver:
         self._stored = stored
         self._turns = Turns()
         self._telemetry = telemetry
+        self._metrics = metrics
         self._asyncio_loop = asyncio.get_running_loop()
         self._pulls: dict[tuple[Stream, int], _Incoming] = {}
         # Until its fetch is over.
@@ -152,7 +155,9 @@ class HandOver:
             result.num_bytes = fetched.num_bytes
             result.engine = fetched.engine
             result.seconds = fetched.seconds
+            self._metrics.transferred(_kind(request), fetched.engine, fetched.num_bytes, fetched.seconds)
         except TransferFailed as error:
+            self._metrics.transfer_failed(_kind(request))
             logger.warning("KV not fetched", extra={"address": _source(request), "reason": str(error)})
             result.error = str(error)
         finally:
@@ -200,6 +205,11 @@ class HandOver:
 def _first_missing(kv_import: KVImport) -> bytes:
     """Its hash; empty if all is here."""
     return b"".join(kv_import.block_hashes[kv_import.num_held : kv_import.num_held + 1])
+
+
+def _kind(request: target_pb2.Pull) -> str:
+    """Of what the KV comes from."""
+    return "store" if request.from_store else "worker"
 
 
 def _source(request: target_pb2.Pull) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import AsyncExitStack
 
 from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
 
 from services.target.gathering import Gathering
 from services.target.hand_over import HandOver
+from services.target.neighbours import Neighbours, Stream
 from services.target.settings import TargetSettings
 from services.target.step_log import StepLog
 from services.target.stored_prefixes import StoredPrefixes
@@ -37,11 +38,9 @@ from shared.worker.messages import logprobs_to_proto, params_from_proto, proposa
 from shared.worker.server import worker_server
 from shared.worker.service import run_worker
 from shared.worker.servicer import WorkerServicer
-from shared.worker.stream import Lane, RouterStream
+from shared.worker.stream import Lane
 
 logger = logging.getLogger(__name__)
-
-Stream = RouterStream[target_pb2.TargetResponse]
 
 # Copies of blocks that wait until the prefix store has them, at most.
 _MAX_PENDING_BYTES = 256 << 20
@@ -69,6 +68,7 @@ class TargetServicer(
         self._stored: StoredPrefixes | None = None
         self._step_log: StepLog | None = None
         self._gathering = Gathering()
+        self._neighbours = Neighbours()
 
     def publish_to(self, publisher: PrefixPublisher) -> None:
         """From now on the prefix index learns which blocks this worker holds."""
@@ -132,6 +132,15 @@ class TargetServicer(
                 if self._hand_over is not None:
                     self._hand_over.on_withdraw(operation.withdraw)
         return []
+
+    def _on_stream_begin(self, stream: Stream) -> None:
+        self._neighbours.begin(stream)
+        if not self._neighbours.alone:
+            self._tell_others()
+
+    def _tell_others(self) -> None:
+        for stream, load in self._neighbours.loads(self._lanes.values(), self._kv_usage()).items():
+            stream.send(target_pb2.TargetResponse(others=load))
 
     def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> list[target_pb2.StepResult]:
         """Begins a sequence and its forks; if that cannot be, a result for each of them."""
@@ -211,11 +220,16 @@ class TargetServicer(
             self._gathering.forget(lane.sequence)
             kv_import = lane.sequence.kv_import
         super()._on_release(stream, sequence_id)
+        if lane is not None and not self._lanes and not self._neighbours.alone:
+            # No step would tell.
+            self._tell_others()
         if self._hand_over is not None:
             self._hand_over.on_left(kv_import)
 
     def _on_stream_end(self, stream: Stream) -> None:
         super()._on_stream_end(stream)
+        self._neighbours.end(stream)
+        self._tell_others()
         if self._hand_over is not None:
             self._hand_over.on_stream_end(stream)
 
@@ -229,6 +243,9 @@ class TargetServicer(
         if self._step_log is not None:
             self._step_log.write(outcome)
         results: defaultdict[Stream, list[target_pb2.StepResult]] = defaultdict(list)
+        prefill_tokens: Counter[Stream] = Counter()
+        for sequence, num_tokens in outcome.prefills:
+            prefill_tokens[self._lanes[sequence].stream] += num_tokens
         for gain in outcome.gains:
             lane = self._lanes[gain.sequence]
             results[lane.stream].append(self._result(lane, gain, outcome))
@@ -240,14 +257,22 @@ class TargetServicer(
             lane = self._lanes[sequence]
             results[lane.stream].append(_refusal(lane.sequence_id, target_pb2.STEP_STATUS_FAILED))
             self._on_release(lane.stream, lane.sequence_id)
-        stats = self._stats(outcome)
+        others = {} if self._neighbours.alone else self._neighbours.loads(self._lanes.values(), self._kv_usage())
         for stream, entries in results.items():
             for place, bundle in enumerate(bundles(entries)):
+                response = target_pb2.TargetResponse(results=bundle, others=others.get(stream))
                 # Once: routers take what comes with each for a step of its own.
-                stream.send(target_pb2.TargetResponse(results=bundle, stats=stats if place == 0 else None))
+                if place == 0:
+                    response.stats.CopyFrom(self._stats(outcome, prefill_tokens[stream]))
+                stream.send(response)
         # Where the step brought nothing (a chunk of a prefill), routers tell by its stats that this worker is alive.
-        for stream in {lane.stream for lane in self._lanes.values()} - results.keys():
-            stream.send_sign_of_life(target_pb2.TargetResponse(stats=stats))
+        without = {lane.stream for lane in self._lanes.values()} - results.keys()
+        for stream in without:
+            stats = self._stats(outcome, prefill_tokens[stream])
+            stream.send_sign_of_life(target_pb2.TargetResponse(stats=stats, others=others.get(stream)))
+        if others:
+            for stream in self._neighbours.due(results.keys() | without):
+                stream.send_sign_of_life(target_pb2.TargetResponse(others=others[stream]))
         events = self.engine.blocks.take_events()
         if self._publisher is not None:
             self._publisher.evicted(events.evicted)
@@ -326,10 +351,8 @@ async def serve(settings: TargetSettings) -> None:
             hand_over = await _make_hand_over(settings, servicer, transfers, stored, identity, closing)
             servicer.hand_over_by(hand_over)
             closing.push_async_callback(hand_over.close)
-            if settings.redis_url is not None:
-                publisher = PrefixPublisher(
-                    settings.redis_url, engine.fingerprint, servicer.instance_id, engine.blocks.findable
-                )
+            if (redis_url := settings.redis_at(settings.redis_url)) is not None:
+                publisher = PrefixPublisher(redis_url, engine.fingerprint, servicer.instance_id, engine.blocks.findable)
                 publisher.start()
                 closing.push_async_callback(publisher.close)
                 servicer.publish_to(publisher)
@@ -339,13 +362,14 @@ async def serve(settings: TargetSettings) -> None:
 
 def _make_stored_prefixes(settings: TargetSettings, servicer: TargetServicer) -> StoredPrefixes | None:
     """None without a prefix store. Raises StartupError if its limit is too low for a block."""
-    if settings.prefix_store is None:
+    url = settings.redis_at(settings.prefix_store)
+    if url is None:
         return None
     engine = servicer.engine
     block_bytes = engine.pool.block_num_bytes
     try:
         store = PrefixStore(
-            settings.prefix_store,
+            url,
             engine.fingerprint,
             block_bytes,
             max_bytes=int(settings.prefix_store_gib * 2**30),
@@ -379,4 +403,5 @@ async def _make_hand_over(
     )
     offers = Offers(loop, settings.lease_seconds)
     transfers.attach(offers, engine.pool, layout, engines)
-    return HandOver(loop, offers, Fetcher(loop, layout, engines, identity), stored, servicer.telemetry)
+    fetcher = Fetcher(loop, layout, engines, identity)
+    return HandOver(loop, offers, fetcher, stored, servicer.telemetry, servicer.metrics)

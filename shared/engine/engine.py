@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -52,8 +52,8 @@ class Gain(NamedTuple):
 class StepOutcome:
     """`gains` of the sequences that sampled; `failed` holds those that cannot be computed, removed.
 
-    `num_prefill_tokens` of its tokens are of prompts; `num_attended`: what those and the others attend to, as in its
-    plan.
+    `prefills`: whose prompts are in it, and with how many tokens; `num_attended`: what those and the others attend to,
+    as in its plan.
     """
 
     gains: list[Gain]
@@ -62,8 +62,12 @@ class StepOutcome:
     num_sequences: int
     began_ns: int
     seconds: float
-    num_prefill_tokens: int = 0
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     num_attended: tuple[int, int] = (0, 0)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.prefills)
 
 
 class Engine:
@@ -121,8 +125,8 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        num_tokens, num_prefill_tokens, num_sequences = plan.num_tokens, plan.num_prefill_tokens, len(plan.scheduled)
-        num_attended = plan.num_attended
+        num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
+        prefills, num_attended = plan.prefills, plan.num_attended
         gains, failed = self._run(plan)
         if len(failed) < num_sequences or self._can_compute():
             self._num_failed_steps = 0
@@ -131,9 +135,7 @@ class Engine:
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
-        return StepOutcome(
-            gains, failed, num_tokens, num_sequences, began_ns, seconds, num_prefill_tokens, num_attended
-        )
+        return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended)
 
     def _run(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
         """What the plan's sequences gained, and those that failed even alone, which are removed."""

@@ -46,9 +46,13 @@ class StepPlan:
         return sum(item.num_tokens for item in self.scheduled)
 
     @property
-    def num_prefill_tokens(self) -> int:
-        """Those that nothing is sampled after: of prompts."""
-        return sum(item.num_tokens - item.num_rows for item in self.scheduled)
+    def prefills(self) -> list[tuple[Sequence, int]]:
+        """Sequences with tokens that nothing is sampled after, of prompts, and how many these are."""
+        return [
+            (item.sequence, item.num_tokens - item.num_rows)
+            for item in self.scheduled
+            if item.num_tokens > item.num_rows
+        ]
 
     @property
     def num_attended(self) -> tuple[int, int]:
@@ -83,6 +87,8 @@ class Scheduler:
         self._waiting: dict[Sequence, None] = {}  # hold none, oldest first
         self.exports = Exports(pool, block_size)
         self.imports = Imports(pool, block_size)
+        self.num_preempted = 0
+        """Times that a sequence lost its blocks to others."""
         self._arrivals = count()
         self._num_steps = 0
 
@@ -282,6 +288,7 @@ class Scheduler:
                 returned = item.num_tokens
                 plan.scheduled.remove(item)
                 break
+        self.num_preempted += 1
         del self._running[sequence]
         self._release(sequence)
         # Half of it held for others would keep its own room from it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
 from shared.rpc.errors import (
     Aborted,
@@ -57,6 +59,8 @@ _STATUS_SECONDS = 5.0
 # One that is still connected, but reads nothing for so long, hangs, and what it holds here is wanted by others.
 _WRITE_SECONDS = 60.0
 
+_DURATION_BUCKETS: Final = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
+
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -84,6 +88,12 @@ class Edge(grpc.aio.ServerInterceptor):
         self.idle.set()
         self.num_active = 0
         self._telemetry = telemetry
+        self._duration = telemetry.meter.create_histogram(
+            "rpc.server.call.duration",
+            unit="s",
+            description="From an RPC's arrival to its end; not of bidirectional streams, which live for hours.",
+            explicit_bucket_boundaries_advisory=_DURATION_BUCKETS,
+        )
         self._authenticate = authenticate
         self._check_caller = check_caller
         self._refusing = False
@@ -172,27 +182,28 @@ class Edge(grpc.aio.ServerInterceptor):
             request_bytes.set(len(payload))
             return await behavior(await self._decode(method, deserializer, payload), context)
 
+        async def decoded_each(payloads: AsyncIterator[bytes], context: _ServicerContext) -> Any:
+            return await behavior(_decode_each(method, deserializer, payloads), context)
+
         # A bidirectional stream is not one request.
         traced = not (handler.request_streaming and handler.response_streaming)
-        guarded = self._guarded(method, behavior if handler.request_streaming else decoded, traced=traced)
-        # grpc answers UNKNOWN when a deserializer raises, so unary requests are decoded in here.
-        decode = deserializer if handler.request_streaming else None
+        guarded = self._guarded(method, decoded_each if handler.request_streaming else decoded, traced=traced)
+        # grpc answers UNKNOWN when a deserializer raises, so requests are decoded in here.
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
-        return make(guarded, decode, handler.response_serializer)
+        return make(guarded, None, handler.response_serializer)
 
     def _guarded(self, method: str, behavior: _Behavior, *, traced: bool) -> _Behavior:
         async def guarded(request: Any, context: _ServicerContext) -> Any:
             self._started(context)
             try:
-                if self._check_caller is not None:
-                    self._check_caller(context)
-                if self._refusing and not method.startswith(tuple(self._never_refused)):
-                    raise Unavailable("the server is draining")
                 if not traced:
+                    self._let_in(method, context)
                     return await _call(method, behavior, request, context)
+                began = time.monotonic()
                 with self._span(method, context) as span:
                     code = grpc.StatusCode.OK
                     try:
+                        self._let_in(method, context)
                         response = await _call(method, behavior, request, context)
                         code = context.code() or code
                         return response
@@ -201,6 +212,7 @@ class Edge(grpc.aio.ServerInterceptor):
                         raise
                     finally:
                         span.set_attribute(RPC_RESPONSE_STATUS_CODE, code.name)
+                        self._duration.record(time.monotonic() - began, _attributes(method, code))
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 # A status that the handler sent itself; a write to a caller who is gone.
                 raise
@@ -210,6 +222,13 @@ class Edge(grpc.aio.ServerInterceptor):
             return await _abort(context, status)
 
         return guarded
+
+    def _let_in(self, method: str, context: _ServicerContext) -> None:
+        """Raises an OutriderError if the call is not to be made, or not now."""
+        if self._check_caller is not None:
+            self._check_caller(context)
+        if self._refusing and not method.startswith(tuple(self._never_refused)):
+            raise Unavailable("the server is draining")
 
     async def _decode(self, method: str, deserializer: Callable[[bytes], Any] | None, payload: bytes) -> Any:
         if deserializer is None:
@@ -257,6 +276,19 @@ _FACTORIES: dict[tuple[bool, bool], Callable[..., _Handler]] = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+
+
+async def _decode_each(
+    method: str, deserializer: Callable[[bytes], Any] | None, payloads: AsyncIterator[bytes]
+) -> AsyncIterator[Any]:
+    """The messages of a stream of requests. Raises InvalidArgument for one that is none."""
+    assert deserializer is not None
+    async for payload in payloads:
+        try:
+            message = deserializer(payload)
+        except DecodeError as error:
+            raise await asyncio.to_thread(malformed_request, method, payload) from error
+        yield message
 
 
 def _behavior(handler: _Handler) -> _Behavior:
@@ -318,6 +350,14 @@ async def _call(method: str, behavior: _Behavior, request: Any, context: _Servic
     if to_status(failure).code is grpc.StatusCode.INTERNAL:
         logger.error("%s failed", method, exc_info=failure)
     raise failure
+
+
+def _attributes(method: str, code: grpc.StatusCode) -> dict[str, AttributeValue]:
+    return {
+        RPC_SYSTEM_NAME: "grpc",
+        RPC_METHOD: method.removeprefix("/"),
+        RPC_RESPONSE_STATUS_CODE: code.name,
+    }
 
 
 def _code_of(error: BaseException, context: _ServicerContext) -> grpc.StatusCode:

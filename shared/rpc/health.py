@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+LIVE: Final = "live"
+"""Served in the name of no service, and always: who gets no answer knows that the process hangs, or is gone."""
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -17,7 +20,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._statuses: dict[str, int] = {}
+        self._statuses: dict[str, int] = {LIVE: health_pb2.HealthCheckResponse.SERVING}
         # Replaced at every change; watchers wait for it outside of any lock.
         self._changed = asyncio.Event()
 

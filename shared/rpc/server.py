@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 from shared.rpc.edge import Authenticate, CheckCaller, Edge
 from shared.rpc.health import Health
 from shared.rpc.options import MAX_MESSAGE_BYTES, SERVER_OPTIONS, server_options
+from shared.settings import StartupError
 from shared.telemetry.tracing import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _UNWIND_SECONDS = 5.0
 
 
-class BindError(OSError):
+class BindError(StartupError):
     """The server cannot listen on its address."""
 
 

@@ -50,6 +50,12 @@ PLACEMENT_HARM: Final = "outrider.placement.harm"
 TRANSFER_PEER: Final = "outrider.transfer.peer"
 TRANSFER_ENGINE: Final = "outrider.transfer.engine"
 TRANSFER_BYTES: Final = "outrider.transfer.bytes"
+# Of what is counted: which of its states it is in.
+STATE: Final = "outrider.state"
+# What a worker is for: target or draft.
+WORKER_KIND: Final = "outrider.worker.kind"
+# Where KV came from: another worker, or the prefix store.
+TRANSFER_SOURCE: Final = "outrider.transfer.source"
 # What became of a block on its way to the prefix store or from it: stored, dropped, hit or corrupt.
 STORE_OUTCOME: Final = "outrider.prefix_store.outcome"
 CANCELLED: Final = "outrider.cancelled"

@@ -6,7 +6,7 @@ there are none for speculation, so the rest is `outrider.*`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -19,7 +19,11 @@ from shared.telemetry.attributes import (
     GEN_AI_REQUEST_MODEL,
     POSITION,
     PROVIDER,
+    STATE,
     STORE_OUTCOME,
+    TRANSFER_ENGINE,
+    TRANSFER_SOURCE,
+    WORKER_KIND,
 )
 
 # Advised by the conventions.
@@ -58,10 +62,15 @@ _RATIO_BUCKETS: Final = [
 _COUNT_BUCKETS: Final = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
+# Half a block over loopback to a long prompt over a slow link.
+_TRANSFER_BUCKETS: Final = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
+
+
 class RouterMetrics:
     """What the router sees of requests and rounds."""
 
     def __init__(self, meter: Meter, model: str) -> None:
+        self._meter = meter
         self._attributes: dict[str, AttributeValue] = {GEN_AI_PROVIDER_NAME: PROVIDER, GEN_AI_REQUEST_MODEL: model}
         self._request_duration = meter.create_histogram(
             "gen_ai.server.request.duration",
@@ -105,6 +114,37 @@ class RouterMetrics:
         self._accepted = meter.create_counter(
             "outrider.acceptance.accepted", unit="{token}", description="Draft tokens accepted, by position."
         )
+        self._failovers = meter.create_counter(
+            "outrider.failovers", unit="{sequence}", description="Sequences that lost their worker and went to another."
+        )
+
+    def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        """Sequences that are served, and requests in line; from any thread."""
+
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            for state, number in (("running", num_running()), ("waiting", num_waiting())):
+                yield Observation(number, {**self._attributes, STATE: state})
+
+        self._meter.create_observable_gauge(
+            "outrider.requests",
+            callbacks=[observe],
+            unit="{request}",
+            description="Sequences that are served (running), and requests in line (waiting).",
+        )
+
+    def watch_workers(self, states: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        """Workers by what they are for and how they are; from any thread."""
+
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            for (kind, state), number in states().items():
+                yield Observation(number, {**self._attributes, WORKER_KIND: kind, STATE: state})
+
+        self._meter.create_observable_gauge(
+            "outrider.workers",
+            callbacks=[observe],
+            unit="{worker}",
+            description="Workers that the router knows: serving, failing (left alone for a while), draining, or away.",
+        )
 
     def request_finished(self, seconds: float, operation: str, error_type: str | None = None) -> None:
         """A request ended after `seconds`; `error_type` is the gRPC status name unless all went well."""
@@ -131,6 +171,10 @@ class RouterMetrics:
         """A request's first token came `seconds` after it was placed, where `predicted` were foreseen."""
         if predicted > 0:
             self._placement_error.record(seconds / predicted, self._attributes)
+
+    def failed_over(self) -> None:
+        """A sequence lost its worker, and goes on elsewhere."""
+        self._failovers.add(1, self._attributes)
 
     def round_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One round of one sequence: the first `num_accepted` of `num_draft_tokens` were kept."""
@@ -160,9 +204,6 @@ class WorkerMetrics:
             description="Sequences in a step's packed batch.",
             explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
         )
-        self._kv_usage = meter.create_gauge(
-            "outrider.kv_usage", unit="1", description="Share of KV blocks owned by sequences, 0 to 1."
-        )
         self._prefix_hit_tokens = meter.create_histogram(
             "outrider.prefix_hit_tokens",
             unit="{token}",
@@ -171,6 +212,54 @@ class WorkerMetrics:
         )
         self._restored_blocks = meter.create_counter(
             "outrider.kv_restored_blocks", unit="{block}", description="KV blocks brought back from host memory."
+        )
+        self._preemptions = meter.create_counter(
+            "outrider.preemptions",
+            unit="{sequence}",
+            description="Sequences that lost their blocks to others, to be computed again.",
+        )
+        self._transfer_seconds = meter.create_histogram(
+            "outrider.kv_transfer.duration",
+            unit="s",
+            description="Reading KV from another worker or the prefix store, by engine.",
+            explicit_bucket_boundaries_advisory=_TRANSFER_BUCKETS,
+        )
+        self._transfer_bytes = meter.create_counter(
+            "outrider.kv_transfer.bytes", unit="By", description="KV read from other workers and the prefix store."
+        )
+        self._transfer_failures = meter.create_counter(
+            "outrider.kv_transfer.failures", unit="{transfer}", description="Transfers that brought nothing."
+        )
+
+    def watch_engine(self, blocks: Callable[[], Mapping[str, int]], sequences: Callable[[], Mapping[str, int]]) -> None:
+        """KV blocks (free, cached, owned) and sequences (running, waiting) by state; from any thread."""
+
+        def observe_blocks(_: CallbackOptions) -> Iterable[Observation]:
+            for state, number in blocks().items():
+                yield Observation(number, {**self._attributes, STATE: state})
+
+        def observe_usage(_: CallbackOptions) -> Iterable[Observation]:
+            counts = blocks()
+            yield Observation(counts["owned"] / sum(counts.values()), self._attributes)
+
+        def observe_sequences(_: CallbackOptions) -> Iterable[Observation]:
+            for state, number in sequences().items():
+                yield Observation(number, {**self._attributes, STATE: state})
+
+        self._meter.create_observable_gauge(
+            "outrider.kv_blocks", callbacks=[observe_blocks], unit="{block}", description="KV blocks by state."
+        )
+        self._meter.create_observable_gauge(
+            "outrider.kv_usage",
+            callbacks=[observe_usage],
+            unit="1",
+            description="Share of KV blocks owned by sequences, 0 to 1.",
+        )
+        self._meter.create_observable_gauge(
+            "outrider.sequences",
+            callbacks=[observe_sequences],
+            unit="{sequence}",
+            description="Sequences in steps (running), and without blocks yet (waiting).",
         )
 
     def watch_prefix_store(self, counts: Callable[[], Mapping[str, int]]) -> None:
@@ -189,11 +278,10 @@ class WorkerMetrics:
             description="KV blocks written to the prefix store and read from it, by outcome.",
         )
 
-    def step(self, num_tokens: int, num_sequences: int, kv_usage: float) -> None:
-        """One engine step: its packed batch, and the share of KV blocks then owned by sequences."""
+    def step(self, num_tokens: int, num_sequences: int) -> None:
+        """One engine step: its packed batch."""
         self._batch_tokens.record(num_tokens, self._attributes)
         self._batch_sequences.record(num_sequences, self._attributes)
-        self._kv_usage.set(kv_usage, self._attributes)
 
     def prefix_hit(self, num_tokens: int) -> None:
         """A new sequence found `num_tokens` of its prompt in the KV cache; 0 is a miss."""
@@ -202,3 +290,18 @@ class WorkerMetrics:
     def restored(self, num_blocks: int) -> None:
         """So many KV blocks came back from host memory."""
         self._restored_blocks.add(num_blocks, self._attributes)
+
+    def preempted(self, num_sequences: int) -> None:
+        """So many sequences lost their blocks."""
+        self._preemptions.add(num_sequences, self._attributes)
+
+    def transferred(self, source: str, engine: str, num_bytes: int, seconds: float) -> None:
+        """KV was read from there, "worker" or "store"; nothing if all of it was here."""
+        if num_bytes:
+            attributes = {**self._attributes, TRANSFER_SOURCE: source, TRANSFER_ENGINE: engine}
+            self._transfer_bytes.add(num_bytes, attributes)
+            self._transfer_seconds.record(seconds, attributes)
+
+    def transfer_failed(self, source: str) -> None:
+        """Nothing came from there."""
+        self._transfer_failures.add(1, {**self._attributes, TRANSFER_SOURCE: source})

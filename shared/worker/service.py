@@ -71,6 +71,7 @@ async def run_worker(
     Raises StartupError if the model cannot be served, WorkerFailed when its engine breaks or hangs: it cannot be
     trusted then, the process has to go, and the routers' sessions move on.
     """
+    redis_url = settings.redis_at(settings.redis_url)
     failed, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_crash() -> None:
@@ -91,8 +92,8 @@ async def run_worker(
         if serving is not None:
             await serving(engine)
         await server.set_serving(True)
-        if settings.redis_url is not None:
-            member = Member(settings.redis_url, settings.deployment, _listing(settings, servicer, server.address, role))
+        if redis_url is not None:
+            member = Member(redis_url, settings.deployment, _listing(settings, servicer, server.address, role))
             member.start()
         watchdog = StepWatchdog(lambda: engine_loop.turn, step_limit(engine.step_costs, settings.max_batch_tokens))
         drained = asyncio.create_task(server.serve(drain, settings.drain_seconds))

@@ -16,7 +16,7 @@ from outrider.v1 import worker_pb2
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.loop import EngineEnded, EngineLoop
 from shared.engine.sequence import Sequence
-from shared.rpc.errors import Unavailable
+from shared.rpc.errors import OutriderError, Unavailable
 from shared.telemetry.metrics import WorkerMetrics
 from shared.telemetry.tracing import Telemetry
 from shared.worker.stream import Lane, RouterStream
@@ -43,7 +43,8 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._streams: set[RouterStream[Response]] = set()
         self._lanes: dict[Sequence, Lane[Response]] = {}
         self._draining = False
-        self._num_restored = 0  # of which the metrics know
+        # Of which the metrics know.
+        self._num_restored = self._num_preempted = 0
         self._asyncio_loop = asyncio.get_running_loop()
         self._without_lanes = asyncio.Event()
         self._without_lanes.set()
@@ -52,6 +53,13 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def engine(self) -> Engine:
         """Raises Unavailable while the model is not loaded."""
         return self.engine_loop.engine
+
+    @property
+    def metrics(self) -> WorkerMetrics:
+        """Raises Unavailable while the model is not loaded."""
+        if self._metrics is None:
+            raise Unavailable("the model is still being loaded")
+        return self._metrics
 
     @property
     def engine_loop(self) -> EngineLoop:
@@ -63,6 +71,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def attach(self, engine: Engine, on_crash: Callable[[], None]) -> EngineLoop:
         """Starts serving from a warmed-up engine; `on_crash` is called if its thread ends by an error."""
         self._metrics = WorkerMetrics(self.telemetry.meter, engine.model.name)
+        self._metrics.watch_engine(lambda: _block_states(engine), lambda: _sequence_states(engine))
         self._engine_loop = EngineLoop(engine, self._on_step, on_crash, self._seconds_to_wait)
         self._engine_loop.start()
         return self._engine_loop
@@ -83,10 +92,13 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         loop = self.engine_loop
         stream: RouterStream[Response] = RouterStream()
         self._streams.add(stream)
+        loop.submit(lambda: self._on_stream_begin(stream))
         reader = asyncio.create_task(self._read(request_iterator, stream, loop))
         try:
             async for response in stream.responses():
                 yield response
+            if reader.done() and isinstance(error := reader.exception(), OutriderError):
+                raise error
         finally:
             reader.cancel()
             self._streams.discard(stream)
@@ -167,10 +179,11 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     def _on_step(self, outcome: StepOutcome) -> None:
         self._on_outcome(outcome)
         if self._metrics is not None:
-            self._metrics.step(outcome.num_tokens, outcome.num_sequences, self._kv_usage())
-            num_restored = self.engine.blocks.num_restored
+            self._metrics.step(outcome.num_tokens, outcome.num_sequences)
+            num_restored, num_preempted = self.engine.blocks.num_restored, self.engine.scheduler.num_preempted
             self._metrics.restored(num_restored - self._num_restored)
-            self._num_restored = num_restored
+            self._metrics.preempted(num_preempted - self._num_preempted)
+            self._num_restored, self._num_preempted = num_restored, num_preempted
 
     def _on_release(self, stream: RouterStream[Response], sequence_id: int) -> None:
         lane = stream.lanes.pop(sequence_id, None)
@@ -179,6 +192,9 @@ class WorkerServicer(ABC, Generic[Request, Response]):
             self.engine.scheduler.remove(lane.sequence)
             if not self._lanes:
                 self._asyncio_loop.call_soon_threadsafe(self._without_lanes.set)
+
+    def _on_stream_begin(self, stream: RouterStream[Response]) -> None:
+        """A router has come, and has sent nothing yet."""
 
     def _on_stream_end(self, stream: RouterStream[Response]) -> None:
         for sequence_id in list(stream.lanes):
@@ -191,11 +207,13 @@ class WorkerServicer(ABC, Generic[Request, Response]):
             self._asyncio_loop.call_soon_threadsafe(self._without_lanes.clear)
         self._lanes[sequence] = lane
 
-    def _stats(self, outcome: StepOutcome) -> worker_pb2.StepStats:
+    def _stats(self, outcome: StepOutcome, num_own_prefill_tokens: int = 0) -> worker_pb2.StepStats:
+        """For a router that has so many of the tokens of prompts."""
         return worker_pb2.StepStats(
             seconds=outcome.seconds,
             num_tokens=outcome.num_tokens,
             num_prefill_tokens=outcome.num_prefill_tokens,
+            num_own_prefill_tokens=num_own_prefill_tokens,
             num_sequences=outcome.num_sequences,
             num_running=self.engine.scheduler.num_running,
             num_waiting=self.engine.scheduler.num_waiting,
@@ -219,3 +237,12 @@ class WorkerServicer(ABC, Generic[Request, Response]):
                 loop.submit(lambda request=request: self._on_request(stream, request))  # type: ignore[misc]
         finally:
             stream.end()
+
+
+def _block_states(engine: Engine) -> dict[str, int]:
+    counts = engine.blocks.counts()
+    return {"free": counts.free, "cached": counts.cached, "owned": counts.owned}
+
+
+def _sequence_states(engine: Engine) -> dict[str, int]:
+    return {"running": engine.scheduler.num_running, "waiting": engine.scheduler.num_waiting}

@@ -7,7 +7,7 @@ import socket
 
 from typer.testing import CliRunner, Result
 
-from services.cli.main import app
+from services.cli.app import app
 from shared.rpc.server import RpcServer
 from shared.telemetry.tracing import configure
 
@@ -25,6 +25,7 @@ async def test_what_a_server_says() -> None:
     await server.start()
     try:
         assert await outcome(server.address) == (1, "NOT_SERVING\n", "")
+        assert await outcome(server.address, "--service=live") == (0, "SERVING\n", "")
         await server.set_serving(True)
         assert await outcome(server.address) == (0, "SERVING\n", "")
         unknown = (1, "", f"outrider: {server.address} has no service outrider.v1.Nothing\n")

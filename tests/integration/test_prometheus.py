@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import urllib.request
+from collections.abc import Iterator
 
 import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from services.cli.ports import free_ports
 from shared.rpc.channel import connect
@@ -17,18 +16,8 @@ from shared.telemetry import prometheus
 from shared.telemetry.metrics import RouterMetrics
 from shared.telemetry.prometheus import PrometheusPage
 from shared.telemetry.tracing import configure
-from tests.support.service import running_stack
-
-
-def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Values by sample and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return samples
+from tests.support.prometheus import scrape
+from tests.support.service import running_stack, wait_until_idle, worker_state
 
 
 def test_the_instruments_under_their_names_with_their_buckets() -> None:
@@ -88,8 +77,32 @@ async def test_each_service_of_a_stack_has_its_own() -> None:
         async with connect(stack.router_address) as channel:
             async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60):
                 pass
+        await wait_until_idle(stack)
         seen = {name: await asyncio.to_thread(scrape, port) for name, port in ports.items()}
+        state = {name: await worker_state(stack, name) for name in names[1:]}
     (count,) = seen["router"]["gen_ai_server_request_duration_seconds_count"].values()
     assert count == 1
+    calls = {
+        (labels["rpc_method"], labels["rpc_response_status_code"]): value
+        for labels, value in series(seen["router"], "rpc_server_call_duration_seconds_count")
+    }
+    assert calls == {("outrider.v1.Inference/Generate", "OK"): 1}
+    workers = {
+        (labels["outrider_worker_kind"], labels["outrider_state"]): value
+        for labels, value in series(seen["router"], "outrider_workers")
+        if value
+    }
+    assert workers == {("target", "serving"): 1, ("draft", "serving"): 1}
     for name in names[1:]:
-        assert any(sample.startswith("outrider_kv") for sample in seen[name]), sorted(seen[name])
+        blocks = {labels["outrider_state"]: value for labels, value in series(seen[name], "outrider_kv_blocks")}
+        # Also of a worker that has been idle since: not what its last step left.
+        assert blocks["owned"] == state[name].owned_blocks == 0
+        assert blocks["free"] + blocks["cached"] == state[name].total_blocks
+        assert [value for _, value in series(seen[name], "outrider_kv_usage")] == [0.0]
+
+
+def series(
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]], name: str
+) -> Iterator[tuple[dict[str, str], float]]:
+    for labels, value in samples[name].items():
+        yield dict(labels), value

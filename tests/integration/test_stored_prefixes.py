@@ -25,6 +25,7 @@ from shared.prefix.block_hash import root_hash
 from shared.prefix.store import PrefixStore
 from shared.redis.server import RedisServer
 from shared.sampling.params import SamplingParams
+from shared.telemetry.metrics import WorkerMetrics
 from shared.telemetry.tracing import configure
 from shared.transfer.engine import TransferFailed
 from shared.transfer.fetch import Fetched, Fetcher
@@ -277,7 +278,9 @@ async def test_those_that_want_the_same_fetch_it_once(redis: RedisServer, monkey
         await keep(first, PROMPT)
         fetcher = Fetcher(second.loop, layout_of(second.engine.pool), {})
         offers = Offers(second.loop, 10.0)
-        hand_over = HandOver(second.loop, offers, fetcher, second.stored, configure("test", None))
+        telemetry = configure("test", None)
+        metrics = WorkerMetrics(telemetry.meter, "tiny")
+        hand_over = HandOver(second.loop, offers, fetcher, second.stored, telemetry, metrics)
         fetch, asked = second.stored.fetch, []
 
         async def noting(kv_import: KVImport) -> Fetched:

@@ -32,11 +32,17 @@ class Recorded:
         return point
 
     def by_position(self, name: str) -> dict[object, int | float]:
+        return self._by("outrider.position", name)
+
+    def by_state(self, name: str) -> dict[object, int | float]:
+        return self._by("outrider.state", name)
+
+    def _by(self, attribute: str, name: str) -> dict[object, int | float]:
         counts: dict[object, int | float] = {}
         for point in self.points(name):
             assert isinstance(point, NumberDataPoint)
             assert point.attributes is not None
-            counts[point.attributes["outrider.position"]] = point.value
+            counts[point.attributes[attribute]] = point.value
         return counts
 
     def shutdown(self) -> None:
@@ -109,8 +115,10 @@ def test_acceptance_is_counted_by_position(recorded: Recorded) -> None:
 
 def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     metrics = WorkerMetrics(recorded.meter, "tiny")
-    metrics.step(num_tokens=40, num_sequences=8, kv_usage=0.25)
-    metrics.step(num_tokens=2, num_sequences=1, kv_usage=0.75)
+    metrics.step(num_tokens=40, num_sequences=8)
+    metrics.step(num_tokens=2, num_sequences=1)
+    blocks = {"free": 1, "cached": 3, "owned": 12}
+    metrics.watch_engine(lambda: blocks, lambda: {"running": 3, "waiting": 2})
     metrics.prefix_hit(0)
     metrics.prefix_hit(96)
     metrics.restored(2)
@@ -121,6 +129,8 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     (usage,) = recorded.points("outrider.kv_usage")
     assert isinstance(usage, NumberDataPoint)
     assert usage.value == 0.75
+    assert recorded.by_state("outrider.kv_blocks") == blocks
+    assert recorded.by_state("outrider.sequences") == {"running": 3, "waiting": 2}
     hits = recorded.histogram("outrider.prefix_hit_tokens")
     assert (hits.count, hits.sum) == (2, 96)
     (restored,) = recorded.points("outrider.kv_restored_blocks")
@@ -128,10 +138,53 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     assert restored.value == 5
 
 
+def test_a_worker_reports_preemptions_and_transfers(recorded: Recorded) -> None:
+    metrics = WorkerMetrics(recorded.meter, "tiny")
+    metrics.preempted(0)
+    metrics.preempted(2)
+    metrics.transferred("worker", "nixl", 4096, 0.25)
+    # All of it was here.
+    metrics.transferred("store", "", 0, 0.0)
+    metrics.transfer_failed("store")
+    (preempted,) = recorded.points("outrider.preemptions")
+    assert isinstance(preempted, NumberDataPoint)
+    assert preempted.value == 2
+    (sent,) = recorded.points("outrider.kv_transfer.bytes")
+    assert isinstance(sent, NumberDataPoint)
+    assert sent.value == 4096
+    seconds = recorded.histogram("outrider.kv_transfer.duration")
+    assert (seconds.count, seconds.sum) == (1, 0.25)
+    assert seconds.attributes is not None
+    assert (seconds.attributes["outrider.transfer.source"], seconds.attributes["outrider.transfer.engine"]) == (
+        "worker",
+        "nixl",
+    )
+    (failed,) = recorded.points("outrider.kv_transfer.failures")
+    assert isinstance(failed, NumberDataPoint)
+    assert failed.value == 1
+
+
+def test_the_router_reports_how_it_stands(recorded: Recorded) -> None:
+    metrics = RouterMetrics(recorded.meter, "tiny")
+    metrics.watch_requests(lambda: 3, lambda: 7)
+    metrics.watch_workers(lambda: {("target", "serving"): 2, ("target", "away"): 1, ("draft", "serving"): 1})
+    metrics.failed_over()
+    assert recorded.by_state("outrider.requests") == {"running": 3, "waiting": 7}
+    workers = {
+        (point.attributes["outrider.worker.kind"], point.attributes["outrider.state"]): point.value
+        for point in recorded.points("outrider.workers")
+        if isinstance(point, NumberDataPoint) and point.attributes is not None
+    }
+    assert workers == {("target", "serving"): 2, ("target", "away"): 1, ("draft", "serving"): 1}
+    (failovers,) = recorded.points("outrider.failovers")
+    assert isinstance(failovers, NumberDataPoint)
+    assert failovers.value == 1
+
+
 def test_instruments_do_nothing_when_telemetry_is_off() -> None:
     telemetry = configure("test", None)
     RouterMetrics(telemetry.meter, "tiny").round_verified(4, 2)
-    WorkerMetrics(telemetry.meter, "tiny").step(1, 1, 0.0)
+    WorkerMetrics(telemetry.meter, "tiny").step(1, 1)
     telemetry.shutdown()
 
 

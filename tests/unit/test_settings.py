@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from outrider.v1 import inference_pb2
+from redis.connection import parse_url
 
 from services.cli.settings_table import SETTINGS, settings_table
 from services.draft.settings import DraftSettings
@@ -162,6 +163,44 @@ def test_a_wrong_redis_url_is_shown_without_its_password(
 )
 def test_a_redis_url_is_taken_as_it_is(value: str) -> None:
     assert TargetSettings.load(model="model", redis_url=value).redis_url == value
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://cache:6379/0", "redis://:p%2Fw%40%C3%BC@cache:6379/0"),
+        ("rediss://outrider@cache?ssl_ca_certs=/ca.pem", "rediss://outrider:p%2Fw%40%C3%BC@cache?ssl_ca_certs=/ca.pem"),
+        ("unix:///run/redis.sock", "unix://:p%2Fw%40%C3%BC@/run/redis.sock"),
+    ],
+)
+def test_a_redis_password_comes_from_its_file(tmp_path: Path, url: str, expected: str) -> None:
+    password = tmp_path / "password"
+    password.write_text("p/w@ü\n")
+    settings = TargetSettings.load(model="model", redis_url=url, redis_password_file=password)
+    assert settings.redis_at(settings.redis_url) == expected
+    assert parse_url(expected)["password"] == "p/w@ü"  # type: ignore[no-untyped-call]
+    assert settings.redis_at(None) is None
+    assert TargetSettings.load(model="model", redis_url=url).redis_at(url) == url
+
+
+@pytest.mark.parametrize(
+    ("content", "url", "complaint"),
+    [
+        (None, "redis://cache", "which cannot be read: No such file or directory"),
+        (b"\xff", "redis://cache", "which is not UTF-8"),
+        (b" \n", "redis://cache", "which is empty"),
+        (b"hush", "redis://user:other@cache:6379", "and there is a password in the URL of cache:6379 as well"),
+        (b"hush", "unix://:other@/run/redis.sock", "and there is a password in the URL of a socket as well"),
+    ],
+)
+def test_a_wrong_redis_password_file_is_told(tmp_path: Path, content: bytes | None, url: str, complaint: str) -> None:
+    password = tmp_path / "password"
+    if content is not None:
+        password.write_bytes(content)
+    settings = RouterSettings.load(tokenizer="model", redis_url=url, redis_password_file=password)
+    with pytest.raises(SettingsError) as caught:
+        settings.redis_at(url)
+    assert str(caught.value) == f"router setting redis_password_file is '{password}', {complaint}"
 
 
 @pytest.mark.parametrize("targets", ["localhost", "one:1,two", "one:0", "one:65536", ":1"])

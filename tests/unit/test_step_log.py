@@ -22,11 +22,14 @@ from services.simulator.step_fit import as_logged, fit_steps
 from services.simulator.step_log import Step, read_step_log
 from services.simulator.workload import Request
 from services.target.step_log import StepLog
+from shared.engine import sequence
 from shared.engine.engine import StepOutcome
 from shared.policy.placement import TransferRates
+from shared.sampling.params import SamplingParams
 from shared.settings import StartupError
 
-OUTCOME = StepOutcome([], [], 12, 3, 1_700_000_000_250_000_000, 0.5, num_prefill_tokens=10, num_attended=(55, 200))
+PROMPT = sequence.Sequence([1] * 10, 10, SamplingParams(), b"")
+OUTCOME = StepOutcome([], [], 12, 3, 1_700_000_000_250_000_000, 0.5, [(PROMPT, 10)], num_attended=(55, 200))
 LINE = {
     "time": 1_700_000_000.25,
     "seconds": 0.5,

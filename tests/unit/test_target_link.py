@@ -56,7 +56,12 @@ async def test_what_a_step_computed_of_prompts_is_no_backlog_any_more() -> None:
     link = connected()
 
     def step(num_prefill_tokens: int) -> None:
-        stats = worker_pb2.StepStats(num_tokens=num_prefill_tokens, num_prefill_tokens=num_prefill_tokens, seconds=0.1)
+        stats = worker_pb2.StepStats(
+            num_tokens=500,
+            num_prefill_tokens=500,
+            num_own_prefill_tokens=num_prefill_tokens,
+            seconds=0.1,
+        )
         link._on_response(target_pb2.TargetResponse(stats=stats))
 
     [one], [two, _fork], [three] = prefill(link, 100), prefill(link, 30, 2), prefill(link, 50)
@@ -68,7 +73,6 @@ async def test_what_a_step_computed_of_prompts_is_no_backlog_any_more() -> None:
     answer(link, one)
     answer(link, two)
     assert queued(link) == (2, 50)
-    # Another router's prompts are there as well: ours are not less than nothing.
     step(512)
     assert queued(link) == (2, 1)
     three.release()
@@ -208,3 +212,18 @@ async def test_what_the_worker_spends_on_prompts_is_not_counted_between_two_resu
     assert mixed is not None
     passed = mixed.received - plain.received
     assert passed - mixed.seconds_since(plain) == pytest.approx(0.25 + 0.22 * (1 - 0.029 / 0.109))
+
+
+async def test_other_routers_sequences_count_as_load() -> None:
+    link = connected()
+    others = worker_pb2.OtherLoad(num_decoding=5, num_waiting=2, num_prefill_tokens=300, kv_usage=0.5)
+    link._on_response(target_pb2.TargetResponse(others=others))
+    assert (link.num_decoding, link.num_waiting, link.backlog_tokens, link.kv_usage) == (5, 2, 300, 0.5)
+    [lane] = prefill(link, 100)
+    stats = worker_pb2.StepStats(num_tokens=64, seconds=0.1, kv_usage=0.75)
+    link._on_response(target_pb2.TargetResponse(stats=stats, others=others))
+    assert (link.num_decoding, link.num_waiting, link.backlog_tokens, link.kv_usage) == (5, 3, 400, 0.75)
+    answer(link, lane)
+    assert (link.num_decoding, link.num_waiting, link.backlog_tokens) == (6, 2, 300)
+    link._on_lost()
+    assert (link.num_decoding, link.num_waiting, link.backlog_tokens, link.kv_usage) == (0, 0, 0, 0.0)

@@ -68,7 +68,8 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Requests in line."""
-        return sum(len(line.turns) for line in self._lines.values())
+        # The metrics' thread asks as well.
+        return sum(len(line.turns) for line in list(self._lines.values()))
 
     @asynccontextmanager
     async def slot(

@@ -41,6 +41,10 @@ class UsageMeter:
         """The request was placed, anew perhaps; its first token is foreseen after so long."""
         self._placed = self.seconds, predicted_seconds
 
+    def failed_over(self) -> None:
+        """A sequence lost its worker, and begins again on another."""
+        self._metrics.failed_over()
+
     def tokens_committed(self, sequence_index: int, num_tokens: int, cached_tokens: int) -> None:
         """`cached_tokens` counts once: for the first sequence's first result, not for later prefills."""
         if self._first_token_seconds is None:

@@ -98,6 +98,7 @@ class SequenceSession:
                             "target workers failed %d times in a row, last %s: %s", len(failures), where, error
                         )
                         raise Unavailable(f"target workers failed {len(failures)} times in a row") from error
+                    self._session.usage.failed_over()
                     await self._begin_again(failures)
         finally:
             if self._gamma is not None:
@@ -159,7 +160,7 @@ class SequenceSession:
                 lane.verify(len(self._token_ids), None, move.num_steps, current_traceparent())
         if self._scout is not None:
             self._scout.advance(self._token_ids, current_traceparent)
-        load = lane.link.num_decoding
+        load = max(1, lane.link.num_decoding)
         entry = await lane.next()
         # A worker running ahead began this step when it ended the last, however late we come to look.
         if self._gamma is not None and ahead and last.result.num_draft_tokens == 0:
@@ -206,9 +207,10 @@ class SequenceSession:
     def _situation(self) -> Situation:
         link = self._lane.link
         return Situation(
-            load=link.num_decoding,
-            num_waiting=link.backlog.num_sequences,
-            num_prefill_tokens=link.backlog.num_tokens,
+            # This sequence is one of them.
+            load=max(1, link.num_decoding),
+            num_waiting=link.num_waiting,
+            num_prefill_tokens=link.backlog_tokens,
             num_unseen=len(self._token_ids) - (self._draft.num_told if self._draft is not None else 0),
             num_output=self._num_output_tokens,
             num_remaining=self._params.max_tokens - self._num_output_tokens,

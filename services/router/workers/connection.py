@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 Operation = TypeVar("Operation", bound=Message)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+
+WORKER_STATES: Final = ("serving", "failing", "draining", "away")
+"""How a worker can be: failing is one that is left alone for a while."""
 
 # It is answered between two steps of the worker's engine.
 INFO_TIMEOUT_SECONDS = 30.0
@@ -70,6 +73,11 @@ class WorkerConnection(ABC, Generic[Operation, Request, Response]):
     @property
     def connected(self) -> bool:
         return self.info is not None
+
+    @property
+    def state(self) -> str:
+        """One of WORKER_STATES."""
+        return "serving" if self.connected else "away"
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from outrider.v1 import worker_pb2
 
-from services.router.workers.connection import WorkerRefused, step_costs
+from services.router.workers.connection import WORKER_STATES, WorkerConnection, WorkerRefused, step_costs
 from services.router.workers.draft_link import DraftLink
 from services.router.workers.placer import Placer
 from services.router.workers.target_link import TargetLink
@@ -114,6 +115,12 @@ class Fleet:
         if self._info is None:
             raise Unavailable("no target worker is connected yet")
         return self._info
+
+    def states(self) -> Mapping[tuple[str, str], int]:
+        """How many workers, by what they are for and how they are; from any thread."""
+        links: tuple[WorkerConnection[Any, Any, Any], ...] = (*self.targets, *self.drafts)
+        counts = Counter((link.service, link.state) for link in links)
+        return {(kind, state): counts[kind, state] for kind in ("target", "draft") for state in WORKER_STATES}
 
     @property
     def usable(self) -> bool:

@@ -140,8 +140,8 @@ class Backlog:
         self.block_hashes.update(lane.block_hashes)
 
     def computed(self, num_tokens: int) -> None:
-        """The worker computed so many tokens of prompts in a step: of those that came first, as far as is known here,
-        where another router's are taken for ours. Its last token each keeps until it has its first result."""
+        """The worker computed so many tokens of our prompts in a step: of those that came first. Its last token each
+        keeps until it has its first result."""
         for lane, num_left in self._num_left.items():
             if not num_tokens:
                 break
@@ -188,6 +188,8 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         # What came of pulls is told to who asked for them.
         self._pulls: dict[int, Callable[[target_pb2.PullResult], None]] = {}
         self._stats = worker_pb2.StepStats()
+        # What other routers have there, as it was told last.
+        self._others = worker_pb2.OtherLoad()
         self._prefill_seconds = 0.0
 
     @property
@@ -201,8 +203,23 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that have their first token; at least 1, for who asks is one."""
-        return max(1, len(self._lanes) - self.backlog.num_sequences)
+        """Sequences that have their first token, other routers' as well."""
+        return len(self._lanes) - self.backlog.num_sequences + self._others.num_decoding
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that have not, other routers' as well."""
+        return self.backlog.num_sequences + self._others.num_waiting
+
+    @property
+    def backlog_tokens(self) -> int:
+        """What those have still to compute."""
+        return self.backlog.num_tokens + self._others.num_prefill_tokens
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of its KV blocks that sequences own, 0 to 1, as it was told last."""
+        return self._stats.kv_usage if self._lanes else self._others.kv_usage
 
     @property
     def num_lanes(self) -> int:
@@ -211,6 +228,14 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
     @property
     def usable(self) -> bool:
         return self.connected and not self.draining
+
+    @property
+    def state(self) -> str:
+        if not self.connected:
+            return "away"
+        if self.draining:
+            return "draining"
+        return "serving" if self.breaker.allows and not self.overdue else "failing"
 
     @property
     def overdue(self) -> bool:
@@ -363,7 +388,9 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             if response.results:
                 self.costs.observe(response.stats.num_tokens, response.stats.seconds)
             self._prefill_seconds += self._seconds_of_prompts(response.stats)
-            self.backlog.computed(response.stats.num_prefill_tokens)
+            self.backlog.computed(response.stats.num_own_prefill_tokens)
+        if response.HasField("others"):
+            self._others = response.others
         for pull in response.pulls:
             if (pulled := self._pulls.get(pull.pull_id)) is not None:
                 pulled(pull)
@@ -395,6 +422,7 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self.draining = False
         self._silence.heard()
         self._stats = worker_pb2.StepStats()
+        self._others = worker_pb2.OtherLoad()
 
     def _end_waiting(self, lane: TargetLane) -> None:
         """Its first result is here, or it is given up. Safe to call again."""
