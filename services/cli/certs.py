@@ -78,9 +78,20 @@ def write_certificates(folder: Path, deployment: str, hosts: list[str], valid: t
         names: list[GeneralName] = [DNSName(certificate_name(service, deployment))]
         if service == "router":
             names += [_general_name(host) for host in hosts]
-        _write(folder / f"{service}.pem", folder / f"{service}-key.pem", _sign(authority, names, valid))
-        written += [folder / f"{service}.pem", folder / f"{service}-key.pem"]
+        written += _write_pair(folder, service, _sign(authority, names, valid))
     return written
+
+
+def write_server_certificate(folder: Path, name: str, hosts: list[str], valid: timedelta) -> list[Path]:
+    """Writes one more, of a server that is none of the services, and returns where. Raises as `write_certificates`."""
+    names = [_general_name(host) for host in hosts]
+    return _write_pair(folder, name, _sign(_authority(folder), names, valid))
+
+
+def _write_pair(folder: Path, name: str, signed: _Signed) -> list[Path]:
+    certificate_path, key_path = folder / f"{name}.pem", folder / f"{name}-key.pem"
+    _write(certificate_path, key_path, signed)
+    return [certificate_path, key_path]
 
 
 def _authority(folder: Path) -> _Signed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -30,11 +32,21 @@ def key(
     """Make an API key: shown on stderr, once, and its entry for --api-keys-file on stdout, which holds its hash."""
     if not tenant:
         raise typer.BadParameter("TENANT must not be empty")
-    new = _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+    new = new_key()
+    limits = {"max_requests": max_requests, "tokens_per_minute": tokens_per_minute, "max_tokens": max_tokens}
+    typer.echo(key_entry(new, tenant, limits) + "\n")
+    typer.echo(f"{tenant}'s API key, shown only here: {new}", err=True)
+
+
+def new_key() -> str:
+    """With more chance in it than anybody can guess."""
+    return _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def key_entry(key: str, tenant: str, limits: Mapping[str, int | None] = MappingProxyType({})) -> str:
+    """Its lines in a file of keys; limits that are None are left out."""
     # TOML's basic strings take what JSON's do, but for surrogates and DEL.
     name = json.dumps(tenant, ensure_ascii=False).replace("\x7f", r"\u007f")
-    lines = ["[[key]]", f"tenant = {name}", f'sha256 = "{digest_of(new).hex()}"']
-    limits = {"max_requests": max_requests, "tokens_per_minute": tokens_per_minute, "max_tokens": max_tokens}
+    lines = ["[[key]]", f"tenant = {name}", f'sha256 = "{digest_of(key).hex()}"']
     lines += [f"{setting} = {limit}" for setting, limit in limits.items() if limit is not None]
-    typer.echo("\n".join(lines) + "\n")
-    typer.echo(f"{tenant}'s API key, shown only here: {new}", err=True)
+    return "\n".join(lines)

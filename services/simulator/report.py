@@ -103,8 +103,8 @@ def summarise(outcomes: Outcomes, objectives: Objectives) -> Summary:
     )
 
 
-def table(summaries: Mapping[str, Summary]) -> Table:
-    """A column for each simulation, by its name."""
+def table(summaries: Mapping[str, Summary], *, workers: bool = True) -> Table:
+    """A column for each simulation, by its name; `workers`: with what they did."""
     made = Table("", *summaries, box=None, header_style="bold")
     for column in made.columns[1:]:
         column.justify = "right"
@@ -121,6 +121,8 @@ def table(summaries: Mapping[str, Summary]) -> Table:
     made.add_row("within both SLOs", *(f"{run.attainment:.1%}" for run in runs))
     made.add_row("goodput, requests/s", *(f"{run.goodput:.2f}" for run in runs))
     made.add_row("prefix hit", *(f"{run.prefix_hit_rate:.1%}" for run in runs))
+    if not workers:
+        return made
     made.add_row("preemptions", *(str(run.preemptions) for run in runs))
     roles = dict.fromkeys(worker.role for run in runs for worker in run.workers)
     for role in roles:

@@ -22,8 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from outrider.v1 import inference_pb2, inference_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 from typer.testing import CliRunner
 
+from services.cli.app import app
 from services.cli.certs import write_certificates
-from services.cli.main import app
 from services.cli.ports import free_ports
 from services.cli.stack import router_identity
 from services.router.listener import public_credentials

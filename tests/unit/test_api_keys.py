@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.main import app
+from services.cli.app import app
 from shared.security.api_keys import ApiKey, digest_of, parse_api_keys
 
 DIGEST = digest_of("a key").hex()

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
+from services.cli.app import app
 from services.cli.launcher import PREPARED
-from services.cli.main import app, main
+from services.cli.main import main
 from services.draft.settings import DraftSettings
 from services.router.settings import RouterSettings
 from services.target.settings import TargetSettings
@@ -52,7 +53,7 @@ def test_help_of_the_other_commands_reads(command: str) -> None:
 
 
 def test_help_loads_no_torch() -> None:
-    code = "import sys, services.cli.main; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, services.cli.app; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
