@@ -1,5 +1,10 @@
 PYTHON ?= python3
 ARGS ?=
+# Of the image; see the Dockerfile.
+IMAGE ?= outrider:latest
+BASE ?=
+TORCH_INDEX ?=
+EXTRAS ?= nixl
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,22 +12,63 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint protos simulate chaos bench bench-pools clean
+.PHONY: help setup demo image secrets up down logs test test-compose lint protos simulate chaos soak fuzz bench bench-pools clean
+
+COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
+# What every target of the container stack begins with.
+ENGINE = @docker info > /dev/null 2>&1 || { \
+	echo 'This needs a Docker engine, and none answers (docker info). Without one: .venv/bin/outrider up' >&2; exit 1; }; \
+	$(COMPOSE) version > /dev/null 2>&1 || { \
+	echo 'This needs Docker Compose, version 1.29 or later, and there is none' >&2; exit 1; }
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'up, test, simulate, chaos, bench and bench-pools pass ARGS on: make up ARGS="--num-targets 2"'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'up, down, logs, test, simulate, chaos, bench and bench-pools pass ARGS on: make up ARGS="--scale decode=3"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
 
 demo: setup ## Start every service on the demo models, generate some text, and stop.
 	$(BIN)/outrider demo
 
-up: setup ## Run every service on this machine, until Ctrl-C.
-	$(BIN)/outrider up $(ARGS)
+image: ## Build the image (IMAGE, BASE, TORCH_INDEX, EXTRAS; wheels in build/wheels are preferred).
+	$(ENGINE)
+	@mkdir -p build/wheels
+	DOCKER_BUILDKIT=1 docker build --tag $(IMAGE) $(if $(BASE),--build-arg BASE=$(BASE)) \
+		--build-arg TORCH_INDEX=$(TORCH_INDEX) --build-arg EXTRAS=$(EXTRAS) \
+		--build-arg VERSION=$$(cat protos/VERSION) --build-arg REVISION=$$(git rev-parse HEAD 2> /dev/null) .
+	@docker image inspect --format '$(IMAGE): {{.Size}} bytes' $(IMAGE)
+
+secrets: ## Make secrets/ for the container stack, or its certificates anew.
+	$(ENGINE)
+	@docker image inspect $(IMAGE) > /dev/null 2>&1 || $(MAKE) image
+	@mkdir -p secrets
+	docker run --rm --network none --user $$(id -u):$$(id -g) --volume "$(CURDIR)/secrets:/secrets" $(IMAGE) \
+		secrets /secrets
+
+up: ## Start the container stack, and wait until it serves.
+	$(ENGINE)
+	@docker image inspect $(IMAGE) > /dev/null 2>&1 || $(MAKE) image
+	@test -e secrets/router/key.pem || $(MAKE) secrets
+	OUTRIDER_IMAGE=$(IMAGE) $(COMPOSE) up --detach $(ARGS)
+	@echo 'Waiting until the router serves'
+	@OUTRIDER_IMAGE=$(IMAGE) timeout 600 sh -c 'until $(COMPOSE) exec -T router outrider health 127.0.0.1:50061 2> /dev/null; \
+		do sleep 2; done' || { echo 'It does not: make logs' >&2; exit 1; }
+	@echo 'Try: OUTRIDER_API_KEY=$$(cat secrets/client/api-key) .venv/bin/outrider generate "def main" --ca secrets/client/ca.pem'
+
+down: ## End the container stack; its volumes and secrets/ stay.
+	$(ENGINE)
+	OUTRIDER_IMAGE=$(IMAGE) $(COMPOSE) --profile monitoring down $(ARGS)
+
+logs: ## Follow the container stack's logs.
+	$(ENGINE)
+	OUTRIDER_IMAGE=$(IMAGE) $(COMPOSE) logs --follow --tail 100 $(ARGS)
 
 test: setup ## Run the tests.
 	$(BIN)/python -m pytest $(ARGS)
+
+test-compose: setup ## Test the container stack: build, serve, faults under load; takes ten minutes.
+	$(ENGINE)
+	$(BIN)/python -m pytest tests/compose -m compose $(ARGS)
 
 lint: setup ## Check style, format and types.
 	$(BIN)/ruff check
@@ -37,6 +83,13 @@ simulate: setup ## Simulate the γ policy over a grid of services; takes most of
 
 chaos: setup ## Kill, stop, restart and cut off workers under load, 200 times; takes a quarter of an hour.
 	$(BIN)/python -m tests.benchmarks.chaos $(ARGS)
+
+soak: setup ## Load the container stack for a quarter of an hour, with a fault every 20 seconds.
+	$(ENGINE)
+	$(BIN)/python -m tests.benchmarks.soak $(ARGS)
+
+fuzz: setup ## Send a million malformed and hostile messages to every method.
+	$(BIN)/python -m tests.benchmarks.fuzz $(ARGS)
 
 bench: setup ## Measure against transformers; prints two tables for each pair.
 	$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -1,0 +1,53 @@
+# Outrider's image: its services are commands of it, `outrider router`, `outrider target` and so on.
+#
+# make image                                 by what follows; `make help` tells more
+#   BASE          any image with Python 3.11 or later and venv; the same runs what the other built
+#   TORCH_INDEX   where torch comes from, as pip's --index-url has it; empty: as all else, which is a build with CUDA
+#   WHEELS        folder, here beside, whose wheels are preferred: say, of a torch for CPUs
+#   EXTRAS        of the project: nixl, and cpu where there is no GPU
+ARG BASE=python:3.11-slim-bookworm
+
+# What others wrote: changes with the locked versions alone.
+FROM ${BASE} AS dependencies
+ARG TORCH_INDEX=
+ARG WHEELS=build/wheels
+ARG EXTRAS=nixl
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=/build/.ci/constraints.txt
+WORKDIR /build
+RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/outrider
+COPY .ci/constraints.txt .ci/dependencies.py .ci/
+# Without wheels there, only the second is copied.
+COPY ${WHEELS}/*.whl pyproject.toml /build/wheels/
+COPY pyproject.toml ./
+RUN python3 .ci/dependencies.py ${EXTRAS} > requirements.txt \
+    && install() { /opt/pip/bin/pip --python /opt/outrider/bin/python install --find-links wheels "$@"; } \
+    && if [ -n "${TORCH_INDEX}" ]; then install --index-url "${TORCH_INDEX}" torch; fi \
+    && install --requirement requirements.txt \
+    && python3 .ci/dependencies.py --leave-out /opt/outrider
+
+# What we wrote.
+FROM dependencies AS package
+COPY LICENSE README.md ./
+COPY protos protos
+COPY shared shared
+COPY services services
+RUN /opt/pip/bin/pip wheel --no-deps --wheel-dir dist ./protos . \
+    && /opt/pip/bin/pip --python /opt/outrider/bin/python install --no-deps --target /opt/app dist/*.whl
+
+FROM ${BASE}
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Outrider" \
+      org.opencontainers.image.description="Serves large language models losslessly and fast by speculative decoding" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+COPY --from=dependencies /opt/outrider /opt/outrider
+COPY --from=package /opt/app /opt/app
+# All that is ever written is temporary; a hub's models are cached there too, unless HF_HOME says otherwise.
+ENV PATH=/opt/app/bin:/opt/outrider/bin:${PATH} PYTHONPATH=/opt/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    HOME=/tmp
+WORKDIR /tmp
+USER 10001:10001
+ENTRYPOINT ["outrider"]
+CMD ["--help"]
