@@ -19,7 +19,7 @@ from services.cli.generate import generate
 from services.cli.health import health
 from services.cli.key import key
 from services.cli.launcher import PREPARED, die_with_parent, prepare_this_process
-from services.cli.load import load
+from services.cli.load.command import load
 from services.cli.options import command_from_settings
 from services.cli.simulate import simulate
 from services.cli.up import up

@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from services.load.generator import Answer, Load
-from services.load.prompts import Prompts
-from services.load.ramp import ramped
-from services.load.view import plot, progress, report, summary_of
+from services.cli.load.generator import Answer, Load
+from services.cli.load.prompts import Prompts
+from services.cli.load.ramp import ramped
+from services.cli.load.view import plot, progress, report, summary_of
 from services.simulator.report import Objectives
 from services.simulator.workload import Lengths, Request, Workload
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import tarfile
 import urllib.request
@@ -28,12 +29,28 @@ def fetch(url: str, sha256: str, folder: Path) -> None:
         if digest.hexdigest() != sha256.lower():
             raise ValueError(f"{url} has SHA-256 {digest.hexdigest()}, not {sha256}")
         with tarfile.open(archive) as packed:
-            # Nothing outside of the folder, no links out of it, no devices.
-            packed.extractall(folder, filter="data")
+            for member in packed:
+                _unpack(packed, member, folder.resolve())
     except tarfile.TarError as error:
         raise ValueError(f"{url} is no archive: {error}") from error
     finally:
         archive.unlink(missing_ok=True)
+
+
+def _unpack(packed: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Raises ValueError for what is neither file nor folder, or would lie elsewhere."""
+    path = (folder / member.name).resolve()
+    if not path.is_relative_to(folder):
+        raise ValueError(f"{member.name!r} would lie outside of {folder}")
+    if member.isdir():
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    content = packed.extractfile(member) if member.isfile() else None
+    if content is None:
+        raise ValueError(f"{member.name!r} is neither file nor folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with content, path.open("wb") as file:
+        shutil.copyfileobj(content, file)
 
 
 if __name__ == "__main__":

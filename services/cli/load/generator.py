@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
-from services.load.prompts import Prompts
+from services.cli.load.prompts import Prompts
 from services.simulator.outcomes import Outcomes
 from services.simulator.workload import Request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from services.load.generator import Load
+from services.cli.load.generator import Load
 from services.simulator.outcomes import quantiles
 from services.simulator.report import Objectives, Summary, drawing, summarise, table
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.live import Live
 
 from services.cli.client_tls import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
-from services.load.generator import Load, play
-from services.load.prompts import Prompts
-from services.load.ramp import ramped
-from services.load.view import plot, progress, report, summary_of
+from services.cli.load.generator import Load, play
+from services.cli.load.prompts import Prompts
+from services.cli.load.ramp import ramped
+from services.cli.load.view import plot, progress, report, summary_of
 from services.simulator.report import Objectives, PlotUnavailable, drawing
 from services.simulator.trace import read_trace
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
