@@ -47,9 +47,11 @@ def _serve(settings: ServiceSettings) -> None:
     if isinstance(settings, EngineSettings) and not settings.device.startswith("cuda"):
         prepare_this_process()
     # Imported here, not above: torch must not be loaded for --help, nor before the environment is right.
+    from shared.rpc.open_files import allow_open_files
     from shared.telemetry.logs import configure_logging
 
     configure_logging(settings.service, settings.log_level)
+    allow_open_files()
     if PREPARED in os.environ:
         logging.getLogger("services.cli").info("worker environment: %s", os.environ[PREPARED])
     server = importlib.import_module(f"services.{settings.service}.server")

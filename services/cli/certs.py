@@ -39,6 +39,14 @@ _AUTHORITY_VALID = timedelta(days=3650)
 _SLACK = timedelta(minutes=5)
 
 
+DeploymentOption = Annotated[str, typer.Option(metavar="NAME", help="The deployment whose services are named.")]
+HostOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Name or address by which clients reach the router; may be given often."),
+]
+DaysOption = Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates are valid.")]
+
+
 class _Signed(NamedTuple):
     certificate: Certificate
     key: ec.EllipticCurvePrivateKey
@@ -46,14 +54,9 @@ class _Signed(NamedTuple):
 
 def certs(
     folder: Annotated[Path, typer.Argument(help="Where they go; an authority that is there already goes on signing.")],
-    deployment: Annotated[
-        str, typer.Option(metavar="NAME", help="The deployment whose services are named.")
-    ] = DEFAULT_DEPLOYMENT,
-    host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Name or address by which clients reach the router; may be given often."),
-    ] = None,
-    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates are valid.")] = 90,
+    deployment: DeploymentOption = DEFAULT_DEPLOYMENT,
+    host: HostOption = None,
+    days: DaysOption = 90,
 ) -> None:
     """Make an authority and certificates for trying TLS: a file and its -key for router, target, draft and client."""
     try:

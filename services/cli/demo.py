@@ -8,6 +8,7 @@ import typer
 from outrider.v1 import inference_pb2
 from rich.console import Console
 
+from services.cli.client import Client
 from services.cli.generate import GenerateError, stream
 from services.cli.stack import Stack, StackSettings
 
@@ -41,7 +42,7 @@ async def _demo(console: Console) -> None:
         console.print(f"Ready at {stack.router_address}. The prompt, then what the service makes of it:\n", style="dim")
         console.print(PROMPT, style="bold", markup=False)
         try:
-            await stream(stack.router_address, request, console, show_speculation=True)
+            await stream(Client(stack.router_address), request, console, show_speculation=True)
         except GenerateError as error:
             typer.echo(f"outrider: {error}", err=True)
             raise typer.Exit(1) from error

@@ -9,7 +9,7 @@ from typing import Annotated, Final, get_args
 
 import typer
 
-from services.cli.certs import write_certificates, write_server_certificate
+from services.cli.certs import DaysOption, DeploymentOption, HostOption, write_certificates, write_server_certificate
 from services.cli.key import key_entry, new_key
 from shared.registry.keys import DEFAULT_DEPLOYMENT
 from shared.security.api_keys import digest_of
@@ -27,13 +27,8 @@ _SECRET_BYTES = 32
 
 def deployment_secrets(
     folder: Annotated[Path, typer.Argument(help="Where they go; what is there already stays, but for certificates.")],
-    deployment: Annotated[
-        str, typer.Option(metavar="NAME", help="The deployment whose services are named.")
-    ] = DEFAULT_DEPLOYMENT,
-    host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Name or address by which clients reach the router; may be given often."),
-    ] = None,
+    deployment: DeploymentOption = DEFAULT_DEPLOYMENT,
+    host: HostOption = None,
     redis_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,7 +37,7 @@ def deployment_secrets(
             show_default="redis",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates are valid.")] = 90,
+    days: DaysOption = 90,
 ) -> None:
     """Make a deployment's certificates, token, Redis password and first API key: a folder to mount for each service.
 
@@ -61,11 +56,13 @@ def write_secrets(folder: Path, deployment: str, hosts: list[str], redis_hosts: 
     """Fills `folder`, which nobody else may enter; in it the services' folders are for any user: those in containers
     are others. The authority's key is in none of these.
 
-    Raises OSError; ValueError if what is there already is no authority.
+    Raises OSError; ValueError if what is there already is something else.
     """
+    authority = folder / "authority"
+    if folder.exists() and any(folder.iterdir()) and not authority.exists():
+        raise ValueError("it holds other things")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    authority = folder / "authority"
     write_certificates(authority, deployment, ["localhost", "127.0.0.1", *hosts], valid)
     write_server_certificate(authority, "redis", redis_hosts, valid)
     for name in (*get_args(Service), "redis"):
@@ -84,8 +81,10 @@ def write_secrets(folder: Path, deployment: str, hosts: list[str], redis_hosts: 
     for name in ("router", "target", "draft"):
         _replace(folder / name / "redis-password", password)
         _replace(folder / name / "token", token)
-    key = _kept(folder / "client" / "api-key", new_key() + "\n").strip()
-    _kept(folder / "router" / "api-keys.toml", key_entry(key, TENANT) + "\n")
+    # The first key, which the client may have taken with them since.
+    if not (folder / "router" / "api-keys.toml").exists():
+        key = _kept(folder / "client" / "api-key", new_key() + "\n").strip()
+        _kept(folder / "router" / "api-keys.toml", key_entry(key, TENANT) + "\n")
     # The same for all routers: what they store of a tenant's is the tenant's by it.
     _kept(folder / "router" / "settings.toml", f'[router]\ncache_secret = "{secrets.token_urlsafe(_SECRET_BYTES)}"\n')
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,10 +15,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.client_tls import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
+from services.cli.client import (
+    ApiKeyOption,
+    CaOption,
+    CertOption,
+    Client,
+    KeyOption,
+    NameOption,
+    client_credentials,
+    connects,
+)
 from services.cli.speculation_view import legend, render_tokens, summary
-
-CONNECT_SECONDS = 5.0
 
 
 class GenerateError(Exception):
@@ -80,9 +86,7 @@ def generate(
             metavar="N", min=0, help="Show each token's log-probability, and the likeliest.", show_default="off"
         ),
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", envvar="OUTRIDER_API_KEY", help="API key, if one is needed.")
-    ] = None,
+    api_key: ApiKeyOption = None,
     ca: CaOption = None,
     cert: CertOption = None,
     key: KeyOption = None,
@@ -114,31 +118,16 @@ def generate(
             request.text = prompt
     except ValueError as error:  # text that is not UTF-8, a number that its field cannot hold
         raise typer.BadParameter(str(error)) from None
-    credentials, options = client_credentials(ca, cert, key), name_option(server_name)
-
-    def connect() -> grpc.aio.Channel:
-        if credentials is None:
-            return grpc.aio.insecure_channel(address, options)
-        return grpc.aio.secure_channel(address, credentials, options)
-
-    console = Console(highlight=False, soft_wrap=True)
-    show(address, request, console, show_speculation=show_speculation, api_key=api_key, connect=connect)
+    client = Client(address, client_credentials(ca, cert, key), server_name, api_key)
+    show(client, request, Console(highlight=False, soft_wrap=True), show_speculation=show_speculation)
 
 
 def show(
-    address: str,
-    request: inference_pb2.GenerateRequest,
-    console: Console,
-    *,
-    show_speculation: bool,
-    api_key: str | None = None,
-    connect: Callable[[], grpc.aio.Channel] | None = None,
+    client: Client, request: inference_pb2.GenerateRequest, console: Console, *, show_speculation: bool
 ) -> Transcript:
     """Streams `request`'s answer to `console`; a failure becomes one line on stderr and exit status 1."""
     try:
-        return asyncio.run(
-            stream(address, request, console, show_speculation=show_speculation, api_key=api_key, connect=connect)
-        )
+        return asyncio.run(stream(client, request, console, show_speculation=show_speculation))
     except GenerateError as error:
         console.file.flush()
         typer.echo(f"outrider: {error}", err=True)
@@ -146,28 +135,18 @@ def show(
 
 
 async def stream(
-    address: str,
-    request: inference_pb2.GenerateRequest,
-    console: Console,
-    *,
-    show_speculation: bool,
-    api_key: str | None = None,
-    connect: Callable[[], grpc.aio.Channel] | None = None,
+    client: Client, request: inference_pb2.GenerateRequest, console: Console, *, show_speculation: bool
 ) -> Transcript:
-    """Sends `request` and shows what comes as it comes. `connect` makes the channel; None: in plain text.
-
-    Raises GenerateError if there is no server, or it says no.
-    """
+    """Sends `request` and shows what comes as it comes. Raises GenerateError if there is no server, or it says no."""
     transcript = Transcript()
     colours = console.color_system is not None and not console.no_color
     if show_speculation:
         console.print(legend(colours=colours), end="\n\n")
-    metadata = [] if api_key is None else [("authorization", f"Bearer {api_key}")]
-    async with grpc.aio.insecure_channel(address) if connect is None else connect() as channel:
-        if not await _connects(channel):
-            raise GenerateError(f"no server answers at {address}: start one with `outrider up`")
+    async with client.connect() as channel:
+        if not await connects(channel):
+            raise GenerateError(f"no server answers at {client.address}: start one with `outrider up`")
         try:
-            async for chunk in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=metadata):
+            async for chunk in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=client.metadata):
                 if show_speculation:
                     console.print(render_tokens(chunk.draft_tokens, colours=colours), end="")
                 else:
@@ -181,19 +160,6 @@ async def stream(
     if transcript.usage is not None:
         console.print(Text(f"\n{summary(transcript.usage)}", style="dim"))
     return transcript
-
-
-async def _connects(channel: grpc.aio.Channel) -> bool:
-    """Whether the channel gets its connection, before the first refusal and within CONNECT_SECONDS."""
-    try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            while (state := channel.get_state(try_to_connect=True)) != grpc.ChannelConnectivity.READY:
-                if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                    return False
-                await channel.wait_for_state_change(state)
-    except TimeoutError:
-        return False
-    return True
 
 
 def _record(chunk: inference_pb2.GenerateResponse, transcript: Transcript) -> None:

@@ -8,7 +8,7 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from services.cli.client_tls import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
+from services.cli.client import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
 
 
 class HealthError(Exception):

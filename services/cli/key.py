@@ -47,6 +47,7 @@ def key_entry(key: str, tenant: str, limits: Mapping[str, int | None] = MappingP
     """Its lines in a file of keys; limits that are None are left out."""
     # TOML's basic strings take what JSON's do, but for surrogates and DEL.
     name = json.dumps(tenant, ensure_ascii=False).replace("\x7f", r"\u007f")
-    lines = ["[[key]]", f"tenant = {name}", f'sha256 = "{digest_of(key).hex()}"']
+    lines = ["[[key]]", f"tenant = {name}"]
     lines += [f"{setting} = {limit}" for setting, limit in limits.items() if limit is not None]
-    return "\n".join(lines)
+    # Last: without it an entry is none, so one that is half written lifts no limits.
+    return "\n".join([*lines, f'sha256 = "{digest_of(key).hex()}"'])

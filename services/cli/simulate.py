@@ -14,6 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.simulate_models import defaults_for_models, place_models, reject_options_for_one_model
+from services.cli.workload_options import (
+    BurstinessOption,
+    JsonOption,
+    OutputTokensOption,
+    PrefixesOption,
+    PrefixShareOption,
+    PrefixTokensOption,
+    PromptTokensOption,
+    SloTpotOption,
+    SloTtftOption,
+    VariationOption,
+    ZipfOption,
+    reject_missing_folders,
+)
 from services.simulator.cluster import Cluster, Pools
 from services.simulator.costs import linear_costs, read_step_costs
 from services.simulator.machine import Machine
@@ -43,8 +57,8 @@ def simulate(
         float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of requests to meet both SLOs, for --plan.")
     ] = 0.95,
     most_workers: Annotated[int, typer.Option(metavar="N", min=1, help="Most workers, for --plan.")] = 64,
-    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time to first token, at most.")] = 1.0,
-    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per output token, at most.")] = 0.05,
+    slo_ttft: SloTtftOption = 1.0,
+    slo_tpot: SloTpotOption = 0.05,
     routing: Annotated[
         list[RoutingName] | None,
         typer.Option(
@@ -69,33 +83,15 @@ def simulate(
     requests: Annotated[
         int, typer.Option(metavar="N", min=1, help="How many requests, of all models together.")
     ] = 2000,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            metavar="CV",
-            min=0,
-            max=100,
-            help="Variation of the time between two: 0 regular, 1 Poisson, above: bursts.",
-        ),
-    ] = 1.0,
-    prompt_tokens: Annotated[
-        float, typer.Option(metavar="N", min=1, max=1e9, help="Mean tokens of a prompt, without its shared prefix.")
-    ] = 500.0,
-    prompt_variation: Annotated[
-        float, typer.Option(metavar="CV", min=0, max=100, help="Their standard deviation, as a share of the mean.")
-    ] = 1.0,
-    output_tokens: Annotated[
-        float, typer.Option(metavar="N", min=1, max=1e9, help="Mean tokens of an output.")
-    ] = 200.0,
-    output_variation: Annotated[
-        float, typer.Option(metavar="CV", min=0, max=100, help="Their standard deviation, as a share of the mean.")
-    ] = 1.0,
-    prefixes: Annotated[int, typer.Option(metavar="N", min=0, help="How many shared system prompts there are.")] = 0,
-    prefix_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each.")] = 512,
-    prefix_share: Annotated[
-        float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of the prompts that begin with one.")
-    ] = 1.0,
-    zipf: Annotated[float, typer.Option(metavar="X", min=0, help="The r-th of them is as popular as 1 / r^X.")] = 1.0,
+    burstiness: BurstinessOption = 1.0,
+    prompt_tokens: PromptTokensOption = 500.0,
+    prompt_variation: VariationOption = 1.0,
+    output_tokens: OutputTokensOption = 200.0,
+    output_variation: VariationOption = 1.0,
+    prefixes: PrefixesOption = 0,
+    prefix_tokens: PrefixTokensOption = 512,
+    prefix_share: PrefixShareOption = 1.0,
+    zipf: ZipfOption = 1.0,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -138,9 +134,7 @@ def simulate(
     link_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="What a transfer takes besides.")
     ] = 0.002,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON.")
-    ] = None,
+    json_file: JsonOption = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the distributions there as PNG.")
     ] = None,
@@ -152,10 +146,7 @@ def simulate(
     """
     shared = SharedPrefixes(prefixes, prefix_tokens, prefix_share, zipf) if prefixes else None
     try:
-        for option, path in (("--json", json_file), ("--plot", plot_file)):
-            # Before all the work, not behind it.
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
+        reject_missing_folders(json=json_file, plot=plot_file)
         if models is not None:
             reject_options_for_one_model(context)
             link = Link(link_seconds, link_rate)

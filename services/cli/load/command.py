@@ -6,7 +6,6 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,16 +15,38 @@ from outrider.v1 import inference_pb2, inference_pb2_grpc
 from rich.console import Console
 from rich.live import Live
 
-from services.cli.client_tls import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
+from services.cli.client import (
+    ApiKeyOption,
+    CaOption,
+    CertOption,
+    Client,
+    KeyOption,
+    NameOption,
+    client_credentials,
+    connects,
+)
 from services.cli.load.generator import Load, play
 from services.cli.load.prompts import Prompts
 from services.cli.load.ramp import ramped
 from services.cli.load.view import plot, progress, report, summary_of
+from services.cli.workload_options import (
+    BurstinessOption,
+    JsonOption,
+    OutputTokensOption,
+    PrefixesOption,
+    PrefixShareOption,
+    PrefixTokensOption,
+    PromptTokensOption,
+    SloTpotOption,
+    SloTtftOption,
+    VariationOption,
+    ZipfOption,
+    reject_missing_folders,
+)
 from services.simulator.report import Objectives, PlotUnavailable, drawing
 from services.simulator.trace import read_trace
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 
-_CONNECT_SECONDS = 10.0
 _SHOWN_EVERY_SECONDS = 0.5
 # To a pipe a line now and then.
 _TOLD_EVERY_SECONDS = 10.0
@@ -33,21 +54,6 @@ _TOLD_EVERY_SECONDS = 10.0
 
 class LoadError(Exception):
     """There is nothing to load, or it cannot take the load; the message is one line for the terminal."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """How the service is reached."""
-
-    address: str
-    credentials: grpc.ChannelCredentials | None
-    options: tuple[tuple[str, Any], ...]
-    metadata: tuple[tuple[str, str], ...]
-
-    def connect(self) -> grpc.aio.Channel:
-        if self.credentials is None:
-            return grpc.aio.insecure_channel(self.address, self.options)
-        return grpc.aio.secure_channel(self.address, self.credentials, self.options)
 
 
 def load(
@@ -62,34 +68,18 @@ def load(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(metavar="N", min=1, help="How many requests, at each rate.")] = 100,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            metavar="CV",
-            min=0,
-            max=100,
-            help="Variation of the time between two: 0 regular, 1 Poisson, above: bursts.",
-        ),
-    ] = 1.0,
+    burstiness: BurstinessOption = 1.0,
     ramp: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="The rate grows from 0 for so long.", show_default="at once")
     ] = 0.0,
-    prompt_tokens: Annotated[
-        float, typer.Option(metavar="N", min=1, max=1e9, help="Mean tokens of a prompt, without its shared prefix.")
-    ] = 200.0,
-    prompt_variation: Annotated[
-        float, typer.Option(metavar="CV", min=0, max=100, help="Their standard deviation, as a share of the mean.")
-    ] = 0.5,
-    output_tokens: Annotated[float, typer.Option(metavar="N", min=1, max=1e9, help="Mean tokens of an output.")] = 64.0,
-    output_variation: Annotated[
-        float, typer.Option(metavar="CV", min=0, max=100, help="Their standard deviation, as a share of the mean.")
-    ] = 0.5,
-    prefixes: Annotated[int, typer.Option(metavar="N", min=0, help="How many shared system prompts there are.")] = 0,
-    prefix_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each.")] = 256,
-    prefix_share: Annotated[
-        float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of the prompts that begin with one.")
-    ] = 1.0,
-    zipf: Annotated[float, typer.Option(metavar="X", min=0, help="The r-th of them is as popular as 1 / r^X.")] = 1.0,
+    prompt_tokens: PromptTokensOption = 200.0,
+    prompt_variation: VariationOption = 0.5,
+    output_tokens: OutputTokensOption = 64.0,
+    output_variation: VariationOption = 0.5,
+    prefixes: PrefixesOption = 0,
+    prefix_tokens: PrefixTokensOption = 256,
+    prefix_share: PrefixShareOption = 1.0,
+    zipf: ZipfOption = 1.0,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -100,18 +90,14 @@ def load(
     ] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0: greedy.")] = 0.0,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Draft nothing.")] = False,
-    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time to first token, at most.")] = 1.0,
-    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per output token, at most.")] = 0.05,
+    slo_ttft: SloTtftOption = 1.0,
+    slo_tpot: SloTpotOption = 0.05,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same arrivals and lengths.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON.")
-    ] = None,
+    json_file: JsonOption = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw latencies and goodput there as PNG.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", envvar="OUTRIDER_API_KEY", help="API key, if one is needed.")
-    ] = None,
+    api_key: ApiKeyOption = None,
     ca: CaOption = None,
     cert: CertOption = None,
     key: KeyOption = None,
@@ -127,9 +113,7 @@ def load(
     lengths = Lengths(prompt_tokens, prompt_variation), Lengths(output_tokens, output_variation)
     console = Console(highlight=False)
     try:
-        for option, path in (("--json", json_file), ("--plot", plot_file)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
+        reject_missing_folders(json=json_file, plot=plot_file)
         if plot_file is not None:
             drawing()
         if trace is not None and rate:
@@ -143,12 +127,7 @@ def load(
             loads = {name: list(ramped(each.requests(seed), ramp)) for name, each in workloads.items()}
     except (ValueError, PlotUnavailable) as error:
         raise typer.BadParameter(str(error)) from None
-    client = _Client(
-        address,
-        client_credentials(ca, cert, key),
-        name_option(server_name),
-        () if api_key is None else (("authorization", f"Bearer {api_key}"),),
-    )
+    client = Client(address, client_credentials(ca, cert, key), server_name, api_key)
     fields: dict[str, Any] = {
         "temperature": temperature,
         "ignore_eos": True,
@@ -173,14 +152,12 @@ def load(
         raise typer.Exit(1)
 
 
-async def _run(client: _Client, loads: Mapping[str, Sequence[Request]], fields: dict[str, Any]) -> dict[str, Load]:
+async def _run(client: Client, loads: Mapping[str, Sequence[Request]], fields: dict[str, Any]) -> dict[str, Load]:
     """One load after another. Raises LoadError if they cannot be served, whatever is sent."""
     played = {}
     async with client.connect() as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), _CONNECT_SECONDS)
-        except TimeoutError:
-            raise LoadError(f"no server answers at {client.address}") from None
+        if not await connects(channel):
+            raise LoadError(f"no server answers at {client.address}")
         stub = inference_pb2_grpc.InferenceStub(channel)
         try:
             info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), metadata=client.metadata)
