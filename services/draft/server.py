@@ -9,6 +9,7 @@ from collections import defaultdict
 
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
+from services.draft.checks import check_request
 from services.draft.drafter import Drafter
 from services.draft.proposer import draw
 from services.draft.settings import DraftSettings
@@ -50,6 +51,9 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         """Routers go on without a drafter, so there is nothing to wait for."""
         for stream in self._streams:
             self._announce_drain(stream)
+
+    def _check(self, request: draft_pb2.DraftRequest) -> None:
+        check_request(request)
 
     def _on_request(self, stream: Stream, request: draft_pb2.DraftRequest) -> None:
         answers = [answer for operation in request.operations for answer in self._on_operation(stream, operation)]

@@ -36,9 +36,12 @@ _SIGN_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Incoming:
-    """An import on its way for a router. `task` belongs to the event loop, the rest to the engine's thread."""
+    """An import on its way for a router: the KV of `token_ids`, hashed from `root_hash` on. `task` belongs to the event
+    loop, the rest to the engine's thread."""
 
     kv_import: KVImport
+    token_ids: list[int]
+    root_hash: bytes
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
 
@@ -86,8 +89,9 @@ class HandOver:
             return
         engine = self._engine_loop.engine
         root = root_hash(engine.fingerprint, request.cache_salt)
-        kv_import = engine.scheduler.begin_import(request.token_ids, root)
-        incoming = self._pulls[key] = self._under_way[kv_import] = _Incoming(kv_import)
+        token_ids = list(request.token_ids)
+        kv_import = engine.scheduler.begin_import(token_ids, root)
+        incoming = self._pulls[key] = self._under_way[kv_import] = _Incoming(kv_import, token_ids, root)
         self._asyncio_loop.call_soon_threadsafe(self._start, stream, request, incoming)
 
     def on_withdraw(self, ticket: bytes) -> None:
@@ -95,10 +99,16 @@ class HandOver:
         self._offers.drop(ticket)
 
     def on_begin(self, stream: Stream, pull_id: int, sequence: Sequence) -> None:
-        """The sequence begins with what the pull brings, if it is known here."""
+        """The sequence begins with what the pull brings, if it is known here, and of this very sequence's tokens: with
+        any other's KV it would be wrong, and through the prefix cache whoever shares its blocks."""
         incoming = self._pulls.get((stream, pull_id))
-        if incoming is not None:
-            sequence.kv_import = incoming.kv_import
+        if incoming is None:
+            return
+        token_ids = sequence.token_ids[: len(incoming.token_ids)]
+        if (token_ids, sequence.root_hash) != (incoming.token_ids, incoming.root_hash):
+            logger.error("a sequence is to begin with the KV of other tokens", extra={"pull": pull_id})
+            return
+        sequence.kv_import = incoming.kv_import
 
     def on_drop(self, stream: Stream, pull_id: int) -> None:
         """No further sequence begins with it. An unknown id is ignored."""

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
 
+from services.target.checks import check_request
 from services.target.gathering import Gathering
 from services.target.hand_over import HandOver
 from services.target.neighbours import Neighbours, Stream
@@ -105,6 +106,9 @@ class TargetServicer(
     def _announce_drain(self, stream: Stream) -> None:
         stream.send(target_pb2.TargetResponse(draining=True))
 
+    def _check(self, request: target_pb2.TargetRequest) -> None:
+        check_request(request, self.engine.model.vocab_size)
+
     def _on_request(self, stream: Stream, request: target_pb2.TargetRequest) -> None:
         refusals = [refusal for operation in request.operations for refusal in self._on_operation(stream, operation)]
         for bundle in bundles(refusals):
@@ -145,10 +149,6 @@ class TargetServicer(
     def _on_prefill(self, stream: Stream, prefill: target_pb2.Prefill) -> list[target_pb2.StepResult]:
         """Begins a sequence and its forks; if that cannot be, a result for each of them."""
         sequence_ids = [prefill.sequence_id, *(fork.sequence_id for fork in prefill.forks)]
-        if len(set(sequence_ids)) < len(sequence_ids) or not prefill.token_ids:
-            # A router's mistake must cost no other router its sequences.
-            logger.error("malformed prefill", extra={"sequences": sequence_ids, "tokens": len(prefill.token_ids)})
-            return [_refusal(id, target_pb2.STEP_STATUS_FAILED) for id in dict.fromkeys(sequence_ids)]
         params = params_from_proto(prefill.params)
         num_output_tokens = len(prefill.token_ids) - prefill.num_prompt_tokens
         if len(prefill.token_ids) + params.max_tokens - num_output_tokens > self.engine.max_context:

@@ -7,6 +7,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 # How often one that waits for an answer looks whether anybody is there to give it.
 _LOOK_SECONDS = 1.0
+# What requests may take between two steps, all that wait there: a flood of them must not hold up the next.
+_REQUESTS_SECONDS = 0.05
 # What a step gets to end in when the thread is told to.
 _STOP_SECONDS = 10.0
 
@@ -130,7 +133,11 @@ class EngineLoop:
             if request is not None:
                 request()
             wait = 0.0
-            while not self._requests.empty() or (wait := self._seconds_to_wait()) > 0:
+            # Unless they take so long that those who wait for the step would never get it.
+            ends = time.monotonic() + _REQUESTS_SECONDS
+            while (not self._requests.empty() and time.monotonic() < ends) or (
+                self._requests.empty() and (wait := self._seconds_to_wait()) > 0
+            ):
                 try:
                     request = self._requests.get(timeout=wait)
                 except queue.Empty:

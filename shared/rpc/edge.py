@@ -27,7 +27,7 @@ from shared.rpc.errors import (
     Unavailable,
     to_status,
 )
-from shared.rpc.malformed import check_fields, malformed_request
+from shared.rpc.malformed import MAX_STREAM_FIELDS, check_fields, malformed_request
 from shared.telemetry.attributes import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
 from shared.telemetry.tracing import Telemetry
 
@@ -284,6 +284,9 @@ async def _decode_each(
     """The messages of a stream of requests. Raises InvalidArgument for one that is none."""
     assert deserializer is not None
     async for payload in payloads:
+        # Two bytes a field at least: a shorter one cannot have too many.
+        if len(payload) > 2 * MAX_STREAM_FIELDS:
+            await asyncio.to_thread(check_fields, method, payload, MAX_STREAM_FIELDS)
         try:
             message = deserializer(payload)
         except DecodeError as error:

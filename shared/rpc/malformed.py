@@ -22,6 +22,8 @@ MAX_SEARCHED_BYTES: Final = 64 * 1024
 """Longest request whose wrong field is looked for."""
 MAX_FIELDS: Final = 16 * 1024
 """Most fields in a request, those of the messages in it included."""
+MAX_STREAM_FIELDS: Final = 256 * 1024
+"""Most fields in a message of a stream, in which routers gather what they have for many sequences."""
 
 _LENGTH_DELIMITED = 2
 
@@ -40,11 +42,11 @@ def malformed_request(method: str, payload: bytes) -> InvalidArgument:
     return InvalidArgument("request", payload, f"a well-formed {message_type.full_name} message")
 
 
-def check_fields(method: str, payload: bytes) -> None:
-    """Raises InvalidArgument for a request of `method` with more than MAX_FIELDS fields, before it is parsed."""
-    if count_fields(payload, _request_type(method), MAX_FIELDS) > MAX_FIELDS:
+def check_fields(method: str, payload: bytes, limit: int = MAX_FIELDS) -> None:
+    """Raises InvalidArgument for a request of `method` with more than `limit` fields, before it is parsed."""
+    if count_fields(payload, _request_type(method), limit) > limit:
         raise InvalidArgument(
-            "request", f"{len(payload)} bytes in more than {MAX_FIELDS} fields", f"of at most {MAX_FIELDS} fields"
+            "request", f"{len(payload)} bytes in more than {limit} fields", f"of at most {limit} fields"
         )
 
 

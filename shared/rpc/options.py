@@ -27,6 +27,10 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     *_KEEPALIVE,
     # Pings from a client as above are no abuse; with the default of 5 minutes they end the connection.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Of one connection, each of which costs memory before a byte of its request has come.
+    ("grpc.max_concurrent_streams", 4096),
+    # One that connects and says nothing has so long; by default two minutes.
+    ("grpc.server_handshake_timeout_ms", 20_000),
     # Two servers on one port would share its calls at random: the second must fail instead.
     ("grpc.so_reuseport", 0),
 )
@@ -46,7 +50,12 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-def server_options(max_request_bytes: int) -> tuple[tuple[str, int], ...]:
-    """SERVER_OPTIONS with another limit on what is received: a longer message gets RESOURCE_EXHAUSTED from gRPC."""
+def server_options(max_request_bytes: int, max_connections: int) -> tuple[tuple[str, int], ...]:
+    """SERVER_OPTIONS with limits of the server's own: a longer message gets RESOURCE_EXHAUSTED from gRPC, a connection
+    too many is closed as soon as it is made."""
     receive = "grpc.max_receive_message_length"
-    return (*(option for option in SERVER_OPTIONS if option[0] != receive), (receive, max_request_bytes))
+    return (
+        *(option for option in SERVER_OPTIONS if option[0] != receive),
+        (receive, max_request_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+    )

@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from shared.rpc.edge import Authenticate, CheckCaller, Edge
 from shared.rpc.health import Health
-from shared.rpc.options import MAX_MESSAGE_BYTES, SERVER_OPTIONS, server_options
+from shared.rpc.open_files import HEALTH_SHARE, SERVICE_SHARE, most_connections
+from shared.rpc.options import MAX_MESSAGE_BYTES, server_options
 from shared.settings import StartupError
 from shared.telemetry.tracing import Telemetry
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _Servicer = TypeVar("_Servicer")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Of a request for health: the name of a service.
+_HEALTH_REQUEST_BYTES = 64 * 1024
 # Seconds that handlers have to release what they hold after their RPCs were cancelled.
 _UNWIND_SECONDS = 5.0
 
@@ -55,12 +58,14 @@ class RpcServer:
         `credentials`: of TLS; None listens in plain text. `health_address`: where health is to be had as well, alone
         and in plain text, for probes that know no TLS. `authenticate` and `check_caller` raise for a call that is
         not let in, by its metadata and by its connection; of health and reflection they are not asked. A request of
-        more than `max_request_bytes` gets RESOURCE_EXHAUSTED from gRPC itself.
+        more than `max_request_bytes` gets RESOURCE_EXHAUSTED from gRPC itself; connections are limited by the open
+        files that the process may have.
         """
         self.address = address
         self._credentials = credentials
         self._edge = Edge(telemetry, authenticate, check_caller)
-        self._server = grpc.aio.server(interceptors=[self._edge], options=server_options(max_request_bytes))
+        options = server_options(max_request_bytes, most_connections(SERVICE_SHARE))
+        self._server = grpc.aio.server(interceptors=[self._edge], options=options)
         self._health = Health()
         self._health_address = health_address
         self._servers = [self._server]
@@ -97,7 +102,8 @@ class RpcServer:
         if not self.address.startswith("unix:"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         if self._health_address is not None:
-            probed = grpc.aio.server(interceptors=[self._edge], options=SERVER_OPTIONS)
+            options = server_options(_HEALTH_REQUEST_BYTES, most_connections(HEALTH_SHARE))
+            probed = grpc.aio.server(interceptors=[self._edge], options=options)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, probed)
             _listen(probed, self._health_address, None)
             self._servers.append(probed)

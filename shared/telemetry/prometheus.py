@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
-from socketserver import TCPServer
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from shared.settings import StartupError
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One reader is answered at a time, which bounds what strangers can have here; one that says nothing has so long.
+# What strangers can have here: so many at a time, each for so long, however little it says at a time.
+_MAX_READERS = 8
 _SILENT_SECONDS = 5.0
+_WHOLE_SECONDS = 15.0
 
 
 class _Handler(WSGIRequestHandler):
@@ -27,7 +31,26 @@ class _Handler(WSGIRequestHandler):
         """Not a line for every scrape."""
 
 
-class _Server(WSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.BoundedSemaphore(_MAX_READERS)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        limit = threading.Timer(_WHOLE_SECONDS, _hang_up, [request])
+        limit.daemon = True
+        limit.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            limit.cancel()
+            self._free.release()
+
     def server_bind(self) -> None:
         # Not HTTPServer's own, which asks DNS for this machine's name, and waits.
         TCPServer.server_bind(self)
@@ -37,6 +60,11 @@ class _Server(WSGIServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """One that is gone, or said nothing in time: in place of a traceback on stderr."""
         logger.info("a reader of metrics was given up", extra={"reason": str(sys.exc_info()[1])})
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class PrometheusPage:

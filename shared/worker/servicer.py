@@ -16,12 +16,15 @@ from outrider.v1 import worker_pb2
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.loop import EngineEnded, EngineLoop
 from shared.engine.sequence import Sequence
-from shared.rpc.errors import OutriderError, Unavailable
+from shared.rpc.errors import OutriderError, ResourceExhausted, Unavailable
 from shared.telemetry.metrics import WorkerMetrics
 from shared.telemetry.tracing import Telemetry
 from shared.worker.stream import Lane, RouterStream
 
 logger = logging.getLogger(__name__)
+
+# Of routers, each of which has one, but for those that are gone and not yet missed.
+_MAX_STREAMS = 256
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -90,6 +93,8 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self, request_iterator: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Response]:
         loop = self.engine_loop
+        if len(self._streams) >= _MAX_STREAMS:
+            raise ResourceExhausted(f"more than {_MAX_STREAMS} streams of routers", 1.0)
         stream: RouterStream[Response] = RouterStream()
         self._streams.add(stream)
         loop.submit(lambda: self._on_stream_begin(stream))
@@ -165,6 +170,10 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         """Tells a router that this worker is going."""
 
     @abstractmethod
+    def _check(self, request: Request) -> None:
+        """Raises InvalidArgument, which ends the router's stream, for what the engine's thread must not meet."""
+
+    @abstractmethod
     def _on_request(self, stream: RouterStream[Response], request: Request) -> None:
         """Acts on one message of a router."""
 
@@ -234,9 +243,16 @@ class WorkerServicer(ABC, Generic[Request, Response]):
     async def _read(self, requests: AsyncIterator[Request], stream: RouterStream[Response], loop: EngineLoop) -> None:
         try:
             async for request in requests:
-                loop.submit(lambda request=request: self._on_request(stream, request))  # type: ignore[misc]
+                await stream.room()
+                self._check(request)
+                stream.num_taken += 1
+                loop.submit(lambda request=request: self._handle(stream, request))  # type: ignore[misc]
         finally:
             stream.end()
+
+    def _handle(self, stream: RouterStream[Response], request: Request) -> None:
+        self._on_request(stream, request)
+        stream.num_handled += 1
 
 
 def _block_states(engine: Engine) -> dict[str, int]:

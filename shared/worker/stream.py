@@ -12,6 +12,11 @@ from shared.engine.sequence import Sequence
 
 Response = TypeVar("Response")
 
+# A router writes once a step, and reads what comes: more than these is a flood, which is to wait where it comes from.
+_MAX_UNHANDLED = 16
+_MAX_UNSENT = 1024
+_LOOK_SECONDS = 0.01
+
 
 @dataclass(eq=False)
 class Lane(Generic[Response]):
@@ -35,6 +40,9 @@ class RouterStream(Generic[Response]):
     lanes: dict[int, Lane[Response]] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _outbox: asyncio.Queue[Response | None] = field(default_factory=asyncio.Queue)
+    # Each is counted by one thread: the first by the event loop's, the second by the engine's.
+    num_taken: int = 0
+    num_handled: int = 0
 
     def send(self, response: Response) -> None:
         """Queues a response; from any thread."""
@@ -51,6 +59,13 @@ class RouterStream(Generic[Response]):
     def _put_if_empty(self, response: Response) -> None:
         if self._outbox.empty():
             self._outbox.put_nowait(response)
+
+    async def room(self) -> None:
+        """Returns when there is room for one more message of the router's: when what came before it has been handled,
+        and what was answered taken, but for so many."""
+        # Not an event, which would cost every message a word from thread to thread.
+        while self.num_taken - self.num_handled >= _MAX_UNHANDLED or self._outbox.qsize() >= _MAX_UNSENT:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def responses(self) -> AsyncIterator[Response]:
         while (response := await self._outbox.get()) is not None:

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
+from services.cli.key import key_entry
 from shared.security.api_keys import ApiKey, digest_of, parse_api_keys
 
 DIGEST = digest_of("a key").hex()
@@ -62,3 +63,14 @@ def test_the_command_makes_an_entry_and_shows_the_key_once(tenant: str) -> None:
         digest_of(key): ApiKey(tenant, digest_of(key), 4, 1000, 64) for key in keys
     }
     assert keys[0] not in results[0].stdout
+
+
+def test_an_entry_that_is_half_written_lifts_no_limits() -> None:
+    entry = key_entry("outrider-secret", "acme", {"max_requests": 2, "tokens_per_minute": 600, "max_tokens": 8})
+    whole = parse_api_keys([entry.encode()])
+    for length in range(len(entry)):
+        try:
+            found = parse_api_keys([entry[:length].encode()])
+        except ValueError:
+            continue
+        assert found == whole

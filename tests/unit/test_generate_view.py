@@ -11,6 +11,7 @@ import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 from rich.console import Console
 
+from services.cli.client import Client
 from services.cli.generate import GenerateError, stream
 from services.cli.log_view import render_log
 from services.cli.speculation_view import STYLES, acceptance_rate, legend, render_tokens, summary
@@ -152,7 +153,7 @@ async def shown(
     await server.start()
     console = Console(file=io.StringIO(), soft_wrap=True, width=200)
     try:
-        await stream(f"127.0.0.1:{port}", request, console, show_speculation=show_speculation, api_key=api_key)
+        await stream(Client(f"127.0.0.1:{port}", api_key=api_key), request, console, show_speculation=show_speculation)
     finally:
         await server.stop(None)
     assert isinstance(console.file, io.StringIO)

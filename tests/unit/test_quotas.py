@@ -80,3 +80,15 @@ def test_nothing_is_kept_of_keys_that_owe_nothing() -> None:
     with quotas.request(KEY):
         pass
     assert not quotas._accounts
+
+
+def test_a_limit_that_is_new_begins_full_however_much_was_used_before() -> None:
+    clock = Clock()
+    quotas = Quotas(clock)
+    unlimited = ApiKey(KEY.tenant, KEY.digest)
+    # Something is always under way, so the account is never forgotten.
+    with quotas.request(unlimited) as spend:
+        spend(1_000_000)
+        clock.now += 3600.0
+        with quotas.request(KEY):
+            pass

@@ -155,24 +155,6 @@ async def test_a_prefill_worker_draws_first_tokens_and_no_more() -> None:
     assert set(stream.lanes) == {5, 6}
 
 
-@pytest.mark.parametrize("twice", [4, 6])
-async def test_a_prefill_that_names_a_sequence_twice_is_refused_and_costs_nobody_a_step(twice: int) -> None:
-    servicer, stream, other = with_engine(TargetServicer(configure("t", None), "x")), Sent(), Sent()
-    servicer._on_request(other, target_request(prefill(max_tokens=1)))
-    malformed = prefill()
-    malformed.forks.add(sequence_id=twice, sequence_index=3)
-    empty = prefill(first_id=7)
-    del empty.token_ids[:]
-    servicer._on_request(stream, target_request(malformed, empty))
-    results = [result for response in stream.sent for result in response.results]
-    assert [result.sequence_id for result in results] == [4, 5, 6, 7, 8, 9]
-    assert {result.status for result in results} == {target_pb2.STEP_STATUS_FAILED}
-    assert stream.lanes == {}
-    while servicer.engine.scheduler.num_running or servicer.engine.scheduler.num_waiting:
-        step(servicer)
-    assert sum(len(response.results) for response in other.sent) == 3
-
-
 async def test_a_malformed_proposal_is_not_verified_and_costs_nobody_a_step() -> None:
     servicer, stream = with_engine(TargetServicer(configure("t", None), "x")), Sent()
     servicer._on_request(stream, target_request(prefill()))

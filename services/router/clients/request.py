@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from google.protobuf.message import Message
@@ -10,21 +10,17 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from outrider.v1 import inference_pb2
 
 from services.router.text.tokenizer import ChatTemplateError, TextTokenizer
+from shared.rpc.checks import check_count, check_range, check_token_ids
 from shared.rpc.errors import InvalidArgument
 from shared.sampling.params import SamplingParams
+from shared.worker.sampling_limits import check_sampling
 
 _DEFAULT_MAX_TOKENS = 256
-_MAX_TEMPERATURE = 100.0
-_MAX_REPETITION_PENALTY = 10.0
-_MAX_ABS_PENALTY = 2.0
-_MAX_ABS_LOGIT_BIAS = 100.0
-_MAX_LOGIT_BIAS_ENTRIES = 1024
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_CHARS = 256
 _MAX_STOP_TOKEN_IDS = 64
 _MAX_CHAT_MESSAGES = 4096
 _MAX_SEQUENCES = 16
-_MAX_LOGPROBS = 20
 _MAX_DRAFT_TOKENS = 16
 
 
@@ -80,12 +76,12 @@ def check_generate(
     _check_prompt_size(request, limits)
     _reject_unknown_fields(request)
     num_sequences = request.n if request.HasField("n") else 1
-    _check_range("n", num_sequences, 1, _MAX_SEQUENCES)
+    check_range("n", num_sequences, 1, _MAX_SEQUENCES)
     stop_strings = _stop_strings(request.stop)
     speculation = request.speculation
     num_draft_tokens = speculation.num_draft_tokens if speculation.HasField("num_draft_tokens") else None
     if num_draft_tokens is not None:
-        _check_range("speculation.num_draft_tokens", num_draft_tokens, 0, _MAX_DRAFT_TOKENS)
+        check_range("speculation.num_draft_tokens", num_draft_tokens, 0, _MAX_DRAFT_TOKENS)
     params = _sampling_params(request, limits)
     _check_prompt(request, tokenizer, limits)
     return CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens)
@@ -141,7 +137,7 @@ def _check_prompt_size(
     """What a prompt is made of, before anything walks over it."""
     kind = request.WhichOneof("prompt")
     if kind == "chat":
-        _check_count("chat.messages", request.chat.messages, _MAX_CHAT_MESSAGES, "messages")
+        check_count("chat.messages", request.chat.messages, _MAX_CHAT_MESSAGES, "messages")
         num_bytes = request.chat.ByteSize()
         if num_bytes > limits.max_prompt_bytes:
             raise InvalidArgument("chat", f"{num_bytes} bytes", f"at most {limits.max_prompt_bytes} bytes")
@@ -183,7 +179,7 @@ def _prompt_ids(
     field = request.WhichOneof("prompt") or "prompt"
     prompt_ids = tuple(request.token_ids.ids) if field == "token_ids" else _tokenize(request, tokenizer)
     _check_num_tokens(field, len(prompt_ids), limits)
-    _check_token_ids(field, prompt_ids, limits.vocab_size)
+    check_token_ids(field, prompt_ids, limits.vocab_size)
     return prompt_ids
 
 
@@ -214,42 +210,24 @@ def _tokenize(
 
 def _sampling_params(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> SamplingParams:
     """All but the lengths, which depend on the prompt's."""
-    temperature = request.temperature if request.HasField("temperature") else 1.0
-    _check_range("temperature", temperature, 0.0, _MAX_TEMPERATURE)
-    top_p = request.top_p if request.HasField("top_p") else 1.0
-    _check_range("top_p", top_p, 0.0, 1.0, low_excluded=True)
-    _check_range("min_p", request.min_p, 0.0, 1.0)
-    repetition_penalty = request.repetition_penalty if request.HasField("repetition_penalty") else 1.0
-    _check_range("repetition_penalty", repetition_penalty, 0.0, _MAX_REPETITION_PENALTY, low_excluded=True)
-    _check_range("presence_penalty", request.presence_penalty, -_MAX_ABS_PENALTY, _MAX_ABS_PENALTY)
-    _check_range("frequency_penalty", request.frequency_penalty, -_MAX_ABS_PENALTY, _MAX_ABS_PENALTY)
-
-    _check_count("logit_bias", request.logit_bias, _MAX_LOGIT_BIAS_ENTRIES, "entries")
-    for token_id, bias in request.logit_bias.items():
-        _check_token_id("logit_bias key", token_id, limits.vocab_size)
-        _check_range(f"logit_bias[{token_id}]", bias, -_MAX_ABS_LOGIT_BIAS, _MAX_ABS_LOGIT_BIAS)
-
-    _check_count("stop_token_ids", request.stop_token_ids, _MAX_STOP_TOKEN_IDS, "ids")
-    _check_token_ids("stop_token_ids", request.stop_token_ids, limits.vocab_size)
+    check_count("stop_token_ids", request.stop_token_ids, _MAX_STOP_TOKEN_IDS, "ids")
+    check_token_ids("stop_token_ids", request.stop_token_ids, limits.vocab_size)
     model_stop_ids = frozenset() if request.ignore_eos else limits.eos_token_ids
-
-    logprobs = request.logprobs if request.HasField("logprobs") else None
-    if logprobs is not None:
-        _check_range("logprobs", logprobs, 0, min(_MAX_LOGPROBS, limits.vocab_size))
-
-    return SamplingParams(
-        temperature=temperature,
+    params = SamplingParams(
+        temperature=request.temperature if request.HasField("temperature") else 1.0,
         top_k=request.top_k if request.top_k < limits.vocab_size else 0,
-        top_p=top_p,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
         min_p=request.min_p,
-        repetition_penalty=repetition_penalty,
+        repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=dict(request.logit_bias),
         seed=request.seed if request.HasField("seed") else None,
         stop_token_ids=model_stop_ids | frozenset(request.stop_token_ids),
-        logprobs=logprobs,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
     )
+    check_sampling(params, limits.vocab_size)
+    return params
 
 
 def _with_lengths(
@@ -272,34 +250,11 @@ def _with_lengths(
 
 
 def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
-    _check_count("stop", stop, _MAX_STOP_STRINGS, "strings")
+    check_count("stop", stop, _MAX_STOP_STRINGS, "strings")
     for index, string in enumerate(stop):
         if not 1 <= len(string) <= _MAX_STOP_STRING_CHARS:
             raise InvalidArgument(f"stop[{index}]", string, f"of 1 to {_MAX_STOP_STRING_CHARS} characters")
     return tuple(stop)
-
-
-def _check_range(field: str, value: float, low: float, high: float, *, low_excluded: bool = False) -> None:
-    """NaN is in no range."""
-    if not low <= value <= high or (low_excluded and value == low):
-        raise InvalidArgument(field, value, f"in {'(' if low_excluded else '['}{low:g}, {high:g}]")
-
-
-def _check_count(field: str, entries: Collection[object], limit: int, noun: str) -> None:
-    if len(entries) > limit:
-        raise InvalidArgument(field, f"{len(entries)} {noun}", f"at most {limit} {noun}")
-
-
-def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if max(token_ids, default=0) < vocab_size:
-        return
-    for index, token_id in enumerate(token_ids):
-        _check_token_id(f"{field}[{index}]", token_id, vocab_size)
-
-
-def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
-    if not token_id < vocab_size:
-        raise InvalidArgument(field, token_id, f"below the vocabulary size, {vocab_size}")
 
 
 def _reject_unknown_fields(message: Message, path: str = "") -> None:

@@ -1,0 +1,24 @@
+"""What a router may say: looked at before it reaches the engine's thread, whose end would cost every router."""
+
+from __future__ import annotations
+
+from outrider.v1 import draft_pb2
+
+from shared.rpc.checks import check_range
+from shared.worker.checks import check_beginning
+
+# Beyond any context.
+_MAX_TOKENS = 1 << 30
+# The target's vocabulary may be larger than the drafter's, which takes an id that it does not know for its last.
+_MAX_VOCABULARY = 1 << 32
+
+
+def check_request(request: draft_pb2.DraftRequest) -> None:
+    """Raises InvalidArgument, naming field, value and limit."""
+    for index, operation in enumerate(request.operations):
+        if operation.WhichOneof("operation") != "propose":
+            continue
+        name, propose = f"operations[{index}].propose", operation.propose
+        check_range(f"{name}.base_length", propose.base_length, 0, _MAX_TOKENS)
+        if propose.base_length == 0:
+            check_beginning(name, propose.token_ids, propose.num_prompt_tokens, propose.params, _MAX_VOCABULARY)
