@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 OVERLAYS = ("cpu", "gpu", "gpu-pools")
 VERSIONS = ("1.32", "1.34")
 # Of operators, whose schemas are theirs.
-FOREIGN = {"Certificate", "Issuer", "ServiceMonitor", "PrometheusRule", "ScaledObject", "GRPCRoute"}
+FOREIGN = {"Certificate", "Issuer", "ServiceMonitor", "PrometheusRule", "ScaledObject", "GRPCRoute", "BackendTLSPolicy"}
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 
@@ -68,6 +68,15 @@ def test_what_each_overlay_is_made_of() -> None:
     assert found("gpu", "ScaledObject") == {"router", "decode"}
     assert found("gpu-pools", "HorizontalPodAutoscaler") == {"router", "prefill", "decode"}
     assert found("gpu-pools", "GRPCRoute") == {"outrider"}
+    # Whoever speaks to the routers for clients has to speak as they do.
+    assert found("gpu-pools", "BackendTLSPolicy") == {"router"}
+    for name, spoken in (("cpu", "kubernetes.io/h2c"), ("gpu-pools", "https")):
+        (service,) = [each for each in of_kind(built(name), "Service") if name_of(each) == "router"]
+        assert service["spec"]["ports"][0]["appProtocol"] == spoken
+    # A number beside an autoscaler would undo what that has done, with every apply.
+    for name, fixed in (("cpu", True), ("gpu", False), ("gpu-pools", False)):
+        (decode,) = [each for each in of_kind(built(name), "Deployment") if name_of(each) == "decode"]
+        assert ("replicas" in decode["spec"]) == fixed
     for overlay in ("gpu", "gpu-pools"):
         for deployment in of_kind(built(overlay), "Deployment"):
             limits = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -78,10 +87,18 @@ def test_every_component_is_used_or_tried(tmp_path: Path) -> None:
     """The one that no overlay has, in an overlay of its own."""
     used = "".join((ROOT / "k8s" / "overlays" / each / "kustomization.yaml").read_text() for each in OVERLAYS)
     components = {path.name for path in (ROOT / "k8s" / "components").iterdir()}
-    assert {each for each in components if f"components/{each}\n" not in used} == {"model-download"}
+    assert {each for each in components if f"components/{each}\n" not in used} == {
+        "model-download",
+        "model-download-policy",
+    }
     shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
     overlay = tmp_path / "k8s" / "overlays" / "cpu" / "kustomization.yaml"
-    overlay.write_text(overlay.read_text() + "  - ../../components/model-download\n")
+    overlay.write_text(
+        overlay.read_text().replace(
+            "components:\n",
+            "components:\n  - ../../components/model-download\n  - ../../components/model-download-policy\n",
+        )
+    )
     done = subprocess.run(["kubectl", "kustomize", overlay.parent], capture_output=True, text=True, check=True)
     documents = list(yaml.safe_load_all(done.stdout))
     assert problems(documents) == []
@@ -125,6 +142,7 @@ MUTATIONS: dict[str, Callable[[list[Any]], object]] = {
     "another metrics port": lambda d: settings(d).update(OUTRIDER_ROUTER_METRICS_PORT="9999"),
     "another Redis": lambda d: settings(d).update(OUTRIDER_DRAFT_REDIS_URL="redis://outrider@cache:6379"),
     "another Redis port": lambda d: settings(d).update(OUTRIDER_DRAFT_REDIS_URL="redis://outrider@redis:6380"),
+    "less memory than it takes": lambda d: container(d, "router")["resources"]["requests"].update(memory="256Mi"),
     "a longer drain": lambda d: settings(d).update(OUTRIDER_TARGET_DRAIN_SECONDS="600"),
     "a shorter grace": lambda d: workload(d, "router").update(terminationGracePeriodSeconds=30),
     "a longer sleep": lambda d: container(d, "draft")["lifecycle"]["preStop"]["sleep"].update(seconds=20),
@@ -184,6 +202,19 @@ MUTATIONS: dict[str, Callable[[list[Any]], object]] = {
 def test_a_mutation_is_seen(name: str) -> None:
     documents = copy.deepcopy(built("gpu-pools"))
     MUTATIONS[name](documents)
+    assert problems(documents)
+
+
+CPU_MUTATIONS: dict[str, Callable[[list[Any]], object]] = {
+    "a cache as large as there is room": lambda d: settings(d).pop("OUTRIDER_TARGET_KV_CACHE_GIB"),
+    "a cache beyond what is requested": lambda d: settings(d).update(OUTRIDER_DRAFT_KV_CACHE_GIB="2"),
+}
+
+
+@pytest.mark.parametrize("name", CPU_MUTATIONS)
+def test_a_mutation_of_the_overlay_for_cpus_is_seen(name: str) -> None:
+    documents = copy.deepcopy(built("cpu"))
+    CPU_MUTATIONS[name](documents)
     assert problems(documents)
 
 
