@@ -127,6 +127,26 @@ def test_a_folder_without_its_authority_is_told(tmp_path: Path) -> None:
     assert result.stderr == f"outrider: no secrets in {folder}: ca.pem is there, and ca-key.pem is not\n"
 
 
+def test_a_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o755)
+    (folder / "thesis.tex").write_text("x")
+    result = CliRunner().invoke(app, ["secrets", str(folder)])
+    assert (result.exit_code, result.stderr) == (1, f"outrider: no secrets in {folder}: it holds other things\n")
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_an_api_key_that_its_client_took_along_is_not_made_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    make(folder)
+    (folder / "client" / "api-key").unlink()
+    before = (folder / "router" / "api-keys.toml").read_bytes()
+    make(folder)
+    assert not (folder / "client" / "api-key").exists()
+    assert (folder / "router" / "api-keys.toml").read_bytes() == before
+
+
 # The user of Redis
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from outrider.v1 import inference_pb2, inference_pb2_grpc
@@ -106,3 +107,34 @@ def series(
 ) -> Iterator[tuple[dict[str, str], float]]:
     for labels, value in samples[name].items():
         yield dict(labels), value
+
+
+def test_readers_that_say_little_are_as_many_as_they_may_be_and_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "_WHOLE_SECONDS", 1.0)
+    page = PrometheusPage("127.0.0.1", 0)
+    telemetry = configure("outrider-test", None, page)
+    RouterMetrics(telemetry.meter, "tiny").admitted(0.1)
+    with ExitStack() as closing:
+        closing.callback(telemetry.shutdown)
+        slow = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(7)]
+        for connection in slow:
+            closing.enter_context(connection)
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        assert "target_info" in scrape(page.port)
+        # However each goes on saying a little, it has no longer for it.
+        for connection in slow:
+            assert hung_up(connection)
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether it ends, while it says one byte more each tenth of a second."""
+    connection.settimeout(0.1)
+    for _ in range(200):
+        try:
+            connection.sendall(b"x")
+            return connection.recv(1) == b""
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False

@@ -27,10 +27,12 @@ NUM_TOKENS = 48
 
 
 @asynccontextmanager
-async def another_router(stack: Stack) -> AsyncIterator[tuple[Process, inference_pb2_grpc.InferenceAsyncStub]]:
-    """A process with all the stack's workers, once it serves, and a client of it."""
+async def another_router(
+    stack: Stack, only: str = "target"
+) -> AsyncIterator[tuple[Process, inference_pb2_grpc.InferenceAsyncStub]]:
+    """A process with the stack's workers, of the targets those whose names begin so, once it serves, and a client."""
     (port,) = free_ports("127.0.0.1", 1)
-    targets = ",".join(process.address for name, process in stack.processes.items() if name.startswith("target"))
+    targets = ",".join(process.address for name, process in stack.processes.items() if name.startswith(only))
     environment = {**os.environ, PARENT: str(os.getpid()), "OUTRIDER_ROUTER_REDIS_URL": stack.redis.url}
     command = [sys.executable, "-m", "services.cli.main", "router", f"--port={port}", f"--targets={targets}"]
     command += [f"--tokenizer={stack.settings.target}", f"--drafts={stack.processes['draft'].address}"]
@@ -100,3 +102,27 @@ async def test_a_router_that_dies_takes_its_own_streams_alone() -> None:
         # What the dead one held is free without anybody's doing, and no worker had to start again.
         await wait_until_idle(stack)
         assert {each.restarts for each in stack.processes.values()} == {0}
+
+
+async def test_a_router_places_where_the_other_has_less() -> None:
+    async with (
+        running_stack(num_targets=2) as stack,
+        inference(stack) as one,
+        another_router(stack, "target-0") as (_, other),
+    ):
+        calls: list[Any] = [
+            other.Generate(request(PROMPT, gamma=0, seed=seed, max_tokens=1500, ignore_eos=True)) for seed in range(6)
+        ]
+        # For so many steps that everybody has been told.
+        for _ in range(100):
+            for call in calls:
+                await call.read()
+        for seed in range(4):
+            prompt = f"# {seed}\n{PROMPT}"
+            calls.append(one.Generate(request(prompt, gamma=0, seed=seed, max_tokens=1500, ignore_eos=True)))
+            await calls[-1].read()
+        found = {name: (await worker_state(stack, name)).num_sequences for name in ("target-0", "target-1")}
+        assert found == {"target-0": 6, "target-1": 4}
+        for call in calls:
+            call.cancel()
+        await wait_until_idle(stack)

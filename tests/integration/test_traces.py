@@ -40,7 +40,11 @@ def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def stack(receiver: OtlpReceiver, step_log: Path) -> AsyncIterator[Stack]:
     names = {"router": "ROUTER", "draft": "DRAFT", "target-0": "TARGET"}
     environment = {
-        name: {f"OUTRIDER_{service}_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        name: {
+            f"OUTRIDER_{service}_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        }
         for name, service in names.items()
     }
     environment["target-0"]["OUTRIDER_TARGET_STEP_LOG"] = str(step_log)
@@ -151,3 +155,18 @@ async def test_a_worker_writes_its_steps_down(stack: Stack, step_log: Path) -> N
     assert [step.context_tokens for step in others] == [size + 1 + i for i in range(num_output - 1)]
     assert all(step.seconds > 0 and step.sequences == 1 for step in (first, *others))
     assert all(after.time >= step.end - 1e-3 for step, after in pairwise((first, *others)))
+
+
+@pytest.mark.parametrize("name", ["gen_ai.server.time_to_first_token", "gen_ai.server.request.duration"])
+async def test_histograms_have_exemplars_that_lead_to_traces(stack: Stack, receiver: OtlpReceiver, name: str) -> None:
+    trace_id = f"{name.count('e'):032x}"
+    async with inference(stack) as stub:
+        made = request("def g(x):\n", max_tokens=4, temperature=0, ignore_eos=True)
+        await collect(stub.Generate(made, metadata=metadata(trace_id)))
+
+    def exemplars(receiver: OtlpReceiver) -> set[str]:
+        found = [metric for _, metric in receiver.metrics if metric.name == name]
+        points = [point for metric in found for point in metric.histogram.data_points]
+        return {exemplar.trace_id.hex() for point in points for exemplar in point.exemplars}
+
+    await asyncio.to_thread(receiver.wait_for, lambda receiver: trace_id in exemplars(receiver), EXPORT_SECONDS)

@@ -86,7 +86,10 @@ class Containers:
             "OUTRIDER_SECRETS": str(self.secrets),
             "OUTRIDER_PUBLISH": f"127.0.0.1:{self.port}",
             "OUTRIDER_NUM_THREADS": "1",
-            "OUTRIDER_KV_GIB": "0.25",
+            # Caches that are soon as full as they get: what grows then is none.
+            "OUTRIDER_KV_GIB": "0.125",
+            "OUTRIDER_DRAFT_KV_GIB": "0.0625",
+            "OUTRIDER_REDIS_MAXMEMORY": "192mb",
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0 or not check, done.stdout + done.stderr
@@ -100,12 +103,18 @@ class Containers:
         found: list[Any] = self.engine.containers.list(all=True, filters={"label": labels})
         return sorted(found, key=lambda container: container.name)
 
-    async def until_healthy(self, seconds: float = START_SECONDS) -> None:
-        """Returns when every container says that it is well. Raises AssertionError if one does not in time."""
-        deadline = time.monotonic() + seconds
-        while states := {each.name: _health(each) for each in self.of() if _health(each) != "healthy"}:
-            assert time.monotonic() < deadline, states
+    async def until_healthy(self, service: str = "") -> None:
+        """Returns when every container, of one service or all, says that it is well. Raises AssertionError if one does
+        not in time."""
+        deadline = time.monotonic() + START_SECONDS
+        while unwell := await asyncio.to_thread(self._unwell, service):
+            assert time.monotonic() < deadline, unwell
             await asyncio.sleep(0.5)
+
+    def _unwell(self, service: str) -> dict[str, str]:
+        """What containers say that are not healthy, by name."""
+        states = {each.name: _health(each) for each in self.of(service)}
+        return {name: state for name, state in states.items() if state != "healthy"}
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:

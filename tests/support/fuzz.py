@@ -1,7 +1,7 @@
 """Messages as nobody should send them, to every method of the services: each is refused or closed, and nothing is left.
 
-Half of them are made by the descriptors, with values at the edges of what their types hold; the other half are such
-messages with bytes changed, cut, doubled or put in, and bytes drawn at random.
+They are good ones with a value or two changed, or made by the descriptors, with values at the edges of what their types
+hold; and such messages with bytes changed, cut, doubled or put in, and bytes drawn at random.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
 from outrider.v1 import draft_pb2, inference_pb2, target_pb2, transfer_pb2, worker_pb2
 
+from tests.support import good_messages
+
 CALL_SECONDS: Final = 0.5
-MESSAGES_PER_STREAM: Final = 64
+STREAM_LENGTHS: Final = (1, 2, 8, 64)
 MOST_DEPTH: Final = 4
 EXPECTED: Final = {
     "OK",
@@ -48,37 +50,40 @@ _TEXTS = ("", "a", "def main():\n", "\x00", "é" * 50, "\U0001f600", "127.0.0.1:
 
 
 class Method(NamedTuple):
-    """One RPC; `streams`: whether requests do."""
+    """One RPC; `streams`: whether requests do; `seconds`: its deadline; `good` draws a request that may be served."""
 
     path: str
     request: type[Message]
     streams: bool = False
+    seconds: float = CALL_SECONDS
+    good: Callable[[random.Random], Message] | None = None
 
 
 INFRASTRUCTURE: Final = (
     Method("/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest),
-    Method("/grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest),
+    # It never ends by itself.
+    Method("/grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest, seconds=0.02),
     Method(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", reflection_pb2.ServerReflectionRequest, True
     ),
 )
 METHODS: Final[Mapping[str, Sequence[Method]]] = {
     "router": (
-        Method("/outrider.v1.Inference/Generate", inference_pb2.GenerateRequest),
-        Method("/outrider.v1.Inference/Tokenize", inference_pb2.TokenizeRequest),
+        Method("/outrider.v1.Inference/Generate", inference_pb2.GenerateRequest, good=good_messages.generate),
+        Method("/outrider.v1.Inference/Tokenize", inference_pb2.TokenizeRequest, good=good_messages.tokenize),
         Method("/outrider.v1.Inference/GetModelInfo", inference_pb2.GetModelInfoRequest),
         *INFRASTRUCTURE,
     ),
     "target": (
-        Method("/outrider.v1.Target/Serve", target_pb2.TargetRequest, True),
+        Method("/outrider.v1.Target/Serve", target_pb2.TargetRequest, True, good=good_messages.target),
         Method("/outrider.v1.Target/GetWorkerInfo", worker_pb2.GetWorkerInfoRequest),
         Method("/outrider.v1.Target/GetWorkerState", worker_pb2.GetWorkerStateRequest),
-        Method("/outrider.v1.Transfer/Fetch", transfer_pb2.FetchRequest, True),
+        Method("/outrider.v1.Transfer/Fetch", transfer_pb2.FetchRequest, True, good=good_messages.fetch),
         Method("/outrider.v1.Transfer/Read", transfer_pb2.ReadRequest),
         *INFRASTRUCTURE,
     ),
     "draft": (
-        Method("/outrider.v1.Drafter/Serve", draft_pb2.DraftRequest, True),
+        Method("/outrider.v1.Drafter/Serve", draft_pb2.DraftRequest, True, good=good_messages.draft),
         Method("/outrider.v1.Drafter/GetWorkerInfo", worker_pb2.GetWorkerInfoRequest),
         Method("/outrider.v1.Drafter/GetWorkerState", worker_pb2.GetWorkerStateRequest),
         *INFRASTRUCTURE,
@@ -92,15 +97,52 @@ class Mutator:
     def __init__(self, seed: int | str) -> None:
         self._rng = random.Random(seed)
 
-    def message(self, kind: type[Message]) -> bytes:
-        """On the wire."""
+    def messages(self, method: Method, number: int) -> list[bytes]:
+        """On the wire. All but the last can be decoded: one that cannot ends its stream."""
+        return [self._decodable(method) for _ in range(number - 1)] + [self._any(method)]
+
+    def stream_length(self) -> int:
+        return self._rng.choice(STREAM_LENGTHS)
+
+    def _any(self, method: Method) -> bytes:
         rng = self._rng
         if rng.random() < 0.1:
             return rng.randbytes(rng.choice((0, 1, 2, 8, 64, 1024)))
-        made = kind()
-        self._fill(made, 0)
-        payload = made.SerializeToString()
+        payload = self._decodable(method)
         return payload if rng.random() < 0.5 else self._mutated(payload)
+
+    def _decodable(self, method: Method) -> bytes:
+        rng = self._rng
+        if method.good is not None and rng.random() < 0.7:
+            made = method.good(rng)
+            for _ in range(rng.choice((0, 1, 1, 2))):
+                self._change(made)
+        else:
+            made = method.request()
+            self._fill(made, 0)
+        return made.SerializeToString()
+
+    def _change(self, message: Message) -> None:
+        """One value in it, or of a message in it, becomes another."""
+        rng = self._rng
+        there = message.ListFields()
+        if not there:
+            return
+        each, value = rng.choice(there)
+        # What is too much for its type stays as it was.
+        with suppress(ValueError, OverflowError):
+            if _is_map(each):
+                self._fill_map(message, each)
+            elif each.is_repeated:
+                place = rng.randrange(len(value))
+                if each.message_type is not None:
+                    self._change(value[place])
+                else:
+                    value[place] = self._value(each)
+            elif each.message_type is not None:
+                self._change(value)
+            else:
+                setattr(message, each.name, self._value(each))
 
     def _fill(self, message: Message, depth: int) -> None:
         rng, descriptor = self._rng, message.DESCRIPTOR
@@ -205,8 +247,8 @@ class Fuzz:
     async def _send(self, channel: grpc.aio.Channel, method: Method, mutator: Mutator, number: int) -> None:
         left = number
         while left > 0:
-            count = min(left, MESSAGES_PER_STREAM) if method.streams else 1
-            payloads = [mutator.message(method.request) for _ in range(count)]
+            count = min(left, mutator.stream_length()) if method.streams else 1
+            payloads = mutator.messages(method, count)
             status = await (
                 _stream(channel, method, payloads) if method.streams else _ask(channel, method, payloads[0])
             )
@@ -217,7 +259,7 @@ class Fuzz:
 
 async def _ask(channel: grpc.aio.Channel, method: Method, payload: bytes) -> str:
     ask: Any = channel.unary_stream(method.path)
-    call = ask(payload, timeout=CALL_SECONDS)
+    call = ask(payload, timeout=method.seconds)
     try:
         async for _ in call:
             pass
@@ -228,7 +270,7 @@ async def _ask(channel: grpc.aio.Channel, method: Method, payload: bytes) -> str
 
 async def _stream(channel: grpc.aio.Channel, method: Method, payloads: Sequence[bytes]) -> str:
     talk: Any = channel.stream_stream(method.path)
-    call = talk(timeout=CALL_SECONDS)
+    call = talk(timeout=method.seconds)
     closed = False
 
     async def write() -> None:
