@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo image secrets up down logs test test-compose lint protos simulate chaos soak fuzz bench bench-pools clean
+.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-pools bench-overheads clean
 
 COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
 # What every target of the container stack begins with.
@@ -22,7 +22,7 @@ ENGINE = @docker info > /dev/null 2>&1 || { \
 	echo 'This needs Docker Compose, version 1.29 or later, and there is none' >&2; exit 1; }
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'up, down, logs, test, simulate, chaos, bench and bench-pools pass ARGS on: make up ARGS="--scale decode=3"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
@@ -75,6 +75,9 @@ lint: setup ## Check style, format and types.
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+audit: setup ## Look for known vulnerabilities in the versions that CI runs.
+	$(BIN)/python .ci/audit.py
+
 protos: $(INSTALLED) ## Generate the Python stubs from protos/.
 	$(BIN)/python protos/generate.py
 
@@ -96,6 +99,9 @@ bench: setup ## Measure against transformers; prints two tables for each pair.
 
 bench-pools: setup ## Measure pools, KV transfer, prefixes and routing, and what the simulator says of them.
 	$(BIN)/python -m tests.benchmarks.pools $(ARGS)
+
+bench-overheads: setup ## Measure what encryption and the metrics page cost.
+	$(BIN)/python -m tests.benchmarks.overheads $(ARGS)
 
 clean: ## Remove generated stubs, caches and benchmark models; .venv stays.
 	rm -rf protos/outrider/v1/*_pb2*.py protos/outrider/v1/*_pb2*.pyi tests/benchmarks/pair
