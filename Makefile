@@ -38,17 +38,17 @@ image: ## Build the image (IMAGE, BASE, TORCH_INDEX, EXTRAS; wheels in build/whe
 		--build-arg VERSION=$$(cat protos/VERSION) --build-arg REVISION=$$(git rev-parse HEAD 2> /dev/null) .
 	@docker image inspect --format '$(IMAGE): {{.Size}} bytes' $(IMAGE)
 
-secrets: ## Make secrets/ for the container stack, or its certificates anew.
+secrets: ## Make secrets/ for the container stack, or its certificates anew (ARGS="--host NAME").
 	$(ENGINE)
 	@docker image inspect $(IMAGE) > /dev/null 2>&1 || $(MAKE) image
 	@mkdir -p secrets
 	docker run --rm --network none --user $$(id -u):$$(id -g) --volume "$(CURDIR)/secrets:/secrets" $(IMAGE) \
-		secrets /secrets
+		secrets /secrets $(ARGS)
 
 up: ## Start the container stack, and wait until it serves.
 	$(ENGINE)
 	@docker image inspect $(IMAGE) > /dev/null 2>&1 || $(MAKE) image
-	@test -e secrets/router/key.pem || $(MAKE) secrets
+	@test -e secrets/router/key.pem || $(MAKE) secrets ARGS=
 	OUTRIDER_IMAGE=$(IMAGE) $(COMPOSE) up --detach $(ARGS)
 	@echo 'Waiting until the router serves'
 	@OUTRIDER_IMAGE=$(IMAGE) timeout 600 sh -c 'until $(COMPOSE) exec -T router outrider health 127.0.0.1:50061 2> /dev/null; \

@@ -42,7 +42,11 @@ _SLACK = timedelta(minutes=5)
 DeploymentOption = Annotated[str, typer.Option(metavar="NAME", help="The deployment whose services are named.")]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Name or address by which clients reach the router; may be given often."),
+    typer.Option(
+        metavar="NAME",
+        help="Name or address by which clients reach the router, beside those it has; may be given often.",
+        show_default="localhost, 127.0.0.1",
+    ),
 ]
 DaysOption = Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates are valid.")]
 
@@ -60,9 +64,7 @@ def certs(
 ) -> None:
     """Make an authority and certificates for trying TLS: a file and its -key for router, target, draft and client."""
     try:
-        for path in write_certificates(
-            folder, deployment, ["localhost", "127.0.0.1", *(host or [])], timedelta(days=days)
-        ):
+        for path in write_certificates(folder, deployment, host or [], timedelta(days=days)):
             typer.echo(path)
     except (OSError, ValueError) as error:
         typer.echo(f"outrider: no certificates in {folder}: {error}", err=True)
@@ -70,31 +72,44 @@ def certs(
 
 
 def write_certificates(folder: Path, deployment: str, hosts: list[str], valid: timedelta) -> list[Path]:
-    """Writes them, and returns where. `hosts`: the router's names and addresses, for clients.
+    """Writes them, and returns where. `hosts`: the router's names and addresses, for clients, beside localhost and
+    those in its present certificate: one made anew must not shut out who came by the old one.
 
-    Raises OSError; ValueError if what is there already is no authority.
+    Raises OSError; ValueError if what is there already is no authority, or no certificate.
     """
     folder.mkdir(parents=True, exist_ok=True)
     authority = _authority(folder)
+    given = [_general_name(host) for host in ("localhost", "127.0.0.1", *hosts)]
+    # The first says who it is.
+    reached_by = dict.fromkeys([*given, *_names_in(folder / "router.pem")[1:]])
     written = [folder / "ca.pem"]
     for service in get_args(Service):
         names: list[GeneralName] = [DNSName(certificate_name(service, deployment))]
         if service == "router":
-            names += [_general_name(host) for host in hosts]
+            names += reached_by
         written += _write_pair(folder, service, _sign(authority, names, valid))
     return written
 
 
 def write_server_certificate(folder: Path, name: str, hosts: list[str], valid: timedelta) -> list[Path]:
-    """Writes one more, of a server that is none of the services, and returns where. Raises as `write_certificates`."""
-    names = [_general_name(host) for host in hosts]
-    return _write_pair(folder, name, _sign(_authority(folder), names, valid))
+    """Writes one more, of a server that is none of the services, and returns where: for `hosts`, and those that the
+    present one has. Raises as `write_certificates`."""
+    names = dict.fromkeys([*map(_general_name, hosts), *_names_in(folder / f"{name}.pem")])
+    return _write_pair(folder, name, _sign(_authority(folder), list(names), valid))
 
 
 def _write_pair(folder: Path, name: str, signed: _Signed) -> list[Path]:
     certificate_path, key_path = folder / f"{name}.pem", folder / f"{name}-key.pem"
     _write(certificate_path, key_path, signed)
     return [certificate_path, key_path]
+
+
+def _names_in(certificate_path: Path) -> list[GeneralName]:
+    """The names of the certificate that is there; none without it."""
+    if not certificate_path.exists():
+        return []
+    certificate = load_pem_x509_certificate(certificate_path.read_bytes())
+    return list(certificate.extensions.get_extension_for_class(SubjectAlternativeName).value)
 
 
 def _authority(folder: Path) -> _Signed:

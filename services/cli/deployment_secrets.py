@@ -63,7 +63,7 @@ def write_secrets(folder: Path, deployment: str, hosts: list[str], redis_hosts: 
         raise ValueError("it holds other things")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    write_certificates(authority, deployment, ["localhost", "127.0.0.1", *hosts], valid)
+    write_certificates(authority, deployment, hosts, valid)
     write_server_certificate(authority, "redis", redis_hosts, valid)
     for name in (*get_args(Service), "redis"):
         own = folder / name

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.client import (
+    DEFAULT_ADDRESS,
     ApiKeyOption,
     CaOption,
     CertOption,
@@ -44,7 +45,7 @@ class Transcript:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
-    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's host:port.")] = "127.0.0.1:50051",
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's host:port.")] = DEFAULT_ADDRESS,
     max_tokens: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Most output tokens.", show_default="256")
     ] = None,
@@ -144,7 +145,7 @@ async def stream(
         console.print(legend(colours=colours), end="\n\n")
     async with client.connect() as channel:
         if not await connects(channel):
-            raise GenerateError(f"no server answers at {client.address}: start one with `outrider up`")
+            raise GenerateError(await client.unconnected())
         try:
             async for chunk in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=client.metadata):
                 if show_speculation:
@@ -153,7 +154,7 @@ async def stream(
                     console.print(Text(chunk.text), end="")
                 _record(chunk, transcript)
         except grpc.aio.AioRpcError as error:
-            raise GenerateError(f"{error.code().name}: {error.details()}") from error
+            raise GenerateError(client.refusal(error)) from error
     console.print()
     if request.HasField("logprobs"):
         console.print(_logprobs_table(transcript))

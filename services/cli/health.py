@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import grpc
+import grpc.aio
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from services.cli.client import CaOption, CertOption, KeyOption, NameOption, client_credentials, name_option
+from services.cli.client import CaOption, CertOption, Client, KeyOption, NameOption, client_credentials
 
 
 class HealthError(Exception):
@@ -27,15 +29,9 @@ def health(
     server_name: NameOption = None,
 ) -> None:
     """Say whether a service serves: SERVING and exit status 0, or what it says instead, and 1."""
-    credentials = client_credentials(ca, cert, key)
-    options = name_option(server_name)
-    if credentials is None:
-        channel = grpc.insecure_channel(address, options)
-    else:
-        channel = grpc.secure_channel(address, credentials, options)
+    client = Client(address, client_credentials(ca, cert, key), server_name)
     try:
-        with channel:
-            status = check(channel, address, service, timeout)
+        status = asyncio.run(check(client, service, timeout))
     except HealthError as error:
         typer.echo(f"outrider: {error}", err=True)
         raise typer.Exit(1) from None
@@ -44,20 +40,25 @@ def health(
         raise typer.Exit(1)
 
 
-def check(channel: grpc.Channel, address: str, service: str, timeout_seconds: float) -> str:
+async def check(client: Client, service: str, timeout_seconds: float) -> str:
     """The name of the status, as `grpc.health.v1` has it. Raises HealthError."""
     request = health_pb2.HealthCheckRequest(service=service)
     try:
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_seconds)
-    except grpc.RpcError as error:
-        raise HealthError(_reason(error.code(), address, service, timeout_seconds)) from error
+        async with client.connect() as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_seconds)
+    except grpc.aio.AioRpcError as error:
+        raise HealthError(await _reason(client, error, service, timeout_seconds)) from error
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return name
 
 
-def _reason(code: grpc.StatusCode, address: str, service: str, timeout_seconds: float) -> str:
-    if code == grpc.StatusCode.NOT_FOUND:
-        return f"{address} has no service {service}"
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"no answer from {address} within {timeout_seconds:g} s"
-    return f"no server answers at {address}: {code.name}"
+async def _reason(client: Client, error: grpc.aio.AioRpcError, service: str, timeout_seconds: float) -> str:
+    match error.code():
+        case grpc.StatusCode.NOT_FOUND:
+            return f"{client.address} has no service {service}"
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"no answer from {client.address} within {timeout_seconds:g} s"
+        case grpc.StatusCode.UNAVAILABLE:
+            return await client.unconnected()
+        case _:
+            return client.refusal(error)

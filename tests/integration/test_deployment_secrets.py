@@ -118,6 +118,14 @@ def test_a_second_run_changes_certificates_alone(made: Path, tmp_path: Path) -> 
     assert (folder / "router" / "api-keys.toml").read_text() == "mine\n"
 
 
+def test_a_second_run_keeps_names_by_which_others_come(tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    make(folder, "--deployment=blue", "--host=a.example", "--redis-host=store.example")
+    make(folder, "--deployment=green", "--host=b.example")
+    assert names_of(folder / "router" / "cert.pem") == ["router.green.outrider", "localhost", "b.example", "a.example"]
+    assert names_of(folder / "redis" / "cert.pem") == ["redis", "store.example"]
+
+
 def test_a_folder_without_its_authority_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     make(folder)

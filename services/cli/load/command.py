@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from services.cli.client import (
+    DEFAULT_ADDRESS,
     ApiKeyOption,
     CaOption,
     CertOption,
@@ -57,7 +58,7 @@ class LoadError(Exception):
 
 
 def load(
-    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the router listens.")] = "127.0.0.1:50051",
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the router listens.")] = DEFAULT_ADDRESS,
     rate: Annotated[
         list[float] | None,
         typer.Option(
@@ -157,12 +158,12 @@ async def _run(client: Client, loads: Mapping[str, Sequence[Request]], fields: d
     played = {}
     async with client.connect() as channel:
         if not await connects(channel):
-            raise LoadError(f"no server answers at {client.address}")
+            raise LoadError(await client.unconnected())
         stub = inference_pb2_grpc.InferenceStub(channel)
         try:
             info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), metadata=client.metadata)
         except grpc.aio.AioRpcError as error:
-            raise LoadError(f"{error.code().name}: {error.details()}") from error
+            raise LoadError(client.refusal(error)) from error
         prompts = Prompts(info.vocab_size, secrets.randbits(64))
         for name, requests in loads.items():
             longest = max(each.num_prompt_tokens + each.num_output_tokens for each in requests)
