@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from urllib.parse import quote, urlsplit
@@ -32,7 +33,11 @@ def _address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError("must be host:port, with a port from 1 to 65535")
-    return value
+    try:
+        # As Kubernetes has it.
+        return f"[{IPv6Address(host)}]:{port}"
+    except ValueError:
+        return value
 
 
 Address = Annotated[str, AfterValidator(_address)]
@@ -122,7 +127,7 @@ class ServiceSettings(BaseSettings):
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://.+",
-        description="OTLP/gRPC endpoint for traces and metrics; none: telemetry is off.",
+        description="OTLP/gRPC endpoint for traces and metrics; none: they are not sent.",
     )
     health_port: int | None = Field(
         default=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,26 @@ def test_every_component_is_used_or_tried(tmp_path: Path) -> None:
         assert "emptyDir" in volumes["models"]
         for version in VERSIONS:
             kubernetes_validate.validate(deployment, version, strict=True)
+
+
+def test_the_overlay_of_the_readme(tmp_path: Path) -> None:
+    """As it stands there, and with models that are fetched, as their component says."""
+    (overlay,) = re.findall(r"```yaml\n(namespace:.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    component = (ROOT / "k8s" / "components" / "model-download" / "kustomization.yaml").read_text(encoding="utf-8")
+    fetched = "".join(re.findall(r"^#   (.*\n)", component, re.MULTILINE))
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    mine = tmp_path / "k8s" / "overlays" / "mine" / "kustomization.yaml"
+    mine.parent.mkdir()
+    more = "components: [../../components/model-download, ../../components/model-download-policy, "
+    for text in (overlay, overlay.replace("components: [", more) + fetched):
+        mine.write_text(text)
+        done = subprocess.run(["kubectl", "kustomize", mine.parent], capture_output=True, text=True, check=True)
+        documents = list(yaml.safe_load_all(done.stdout))
+        images = {container(documents, name)["image"] for name in ("router", "draft", "prefill", "decode")}
+        assert images == {"registry.example/outrider:0.1"}
+        assert "OUTRIDER_TARGET_TLS_CERT" in settings(documents)
+        assert [each for each in problems(documents) if "image" not in each] == []
+    assert "url: https://...\n" in done.stdout
 
 
 # Mutations: each of them one of the checks has to see.

@@ -102,6 +102,13 @@ def test_a_wrong_value_is_named_with_what_is_allowed(
     assert "\n" not in message
 
 
+def test_an_address_of_ipv6_gets_its_brackets() -> None:
+    loaded = TargetSettings.load(model="model", advertise="fd00::1:2:50052")
+    assert loaded.advertise == "[fd00::1:2]:50052"
+    assert TargetSettings.load(model="model", advertise="[fd00::1]:1").advertise == "[fd00::1]:1"
+    assert TargetSettings.load(model="model", advertise="worker-0:1").advertise == "worker-0:1"
+
+
 def test_every_wrong_setting_is_named_in_one_line() -> None:
     with pytest.raises(SettingsError) as raised:
         TargetSettings.load(port="x", dtype="y")
