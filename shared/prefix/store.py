@@ -95,6 +95,8 @@ _WRITE_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 # Besides the value itself, in Redis: key, expiry, an entry in the account, and the tables they stand in.
 _ENTRY_BYTES = 512
+# Before and behind it, in the same allocation: the string's header, and what its end in the protocol leaves.
+_STRING_BYTES = 32
 # Longest that one batch may take to be written, in seconds, and how long the next one waits after a failure.
 _WRITE_SECONDS = 10.0
 _PAUSE_SECONDS = 1.0
@@ -136,7 +138,7 @@ class PrefixStore(PayloadIndex):
         blocks, more. Raises ValueError for a URL that is not redis://, rediss:// or unix://, for a TTL below 1 ms,
         and for limits too low for a single block.
         """
-        entry_bytes = _allocated(HEADER_BYTES + block_bytes) + _ENTRY_BYTES
+        entry_bytes = _allocated(HEADER_BYTES + block_bytes + _STRING_BYTES) + _ENTRY_BYTES
         if block_bytes < 1:
             raise ValueError(f"block_bytes {block_bytes} is below 1")
         if max_bytes < entry_bytes:
