@@ -214,7 +214,7 @@ class Edge(grpc.aio.ServerInterceptor):
                         span.set_attribute(RPC_RESPONSE_STATUS_CODE, code.name)
                         self._duration.record(time.monotonic() - began, _attributes(method, code))
             except (grpc.aio.AbortError, grpc.aio.InternalError):
-                # A status that the handler sent itself; a write to a caller who is gone.
+                # A status that the handler sent itself; one that is gone.
                 raise
             except Exception as error:
                 status = to_status(error)
@@ -314,10 +314,13 @@ def _behavior(handler: _Handler) -> _Behavior:
 
 
 async def _write(context: _ServicerContext, response: Any) -> None:
-    """Raises Aborted if the caller reads too little for it to go out in time."""
+    """Raises Aborted if the caller reads too little for it to go out in time; CancelledError if it is gone."""
     try:
         async with asyncio.timeout(_WRITE_SECONDS):
             await context.write(response)
+    except grpc.aio.InternalError as error:
+        # Cancelled, and a write was under way before the task was told.
+        raise asyncio.CancelledError("the caller is gone") from error
     except TimeoutError as error:
         raise Aborted(f"the caller has read nothing for {_WRITE_SECONDS:g} s") from error
 

@@ -6,6 +6,7 @@ there are none for speculation, so the rest is `outrider.*`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -17,6 +18,7 @@ from shared.telemetry.attributes import (
     GEN_AI_OPERATION_NAME,
     GEN_AI_PROVIDER_NAME,
     GEN_AI_REQUEST_MODEL,
+    NUM_DRAFT_TOKENS,
     POSITION,
     PROVIDER,
     STATE,
@@ -36,8 +38,6 @@ TIME_TO_FIRST_TOKEN_BUCKETS: Final = [
 TIME_PER_OUTPUT_TOKEN_BUCKETS: Final = [
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
 ]  # fmt: skip
-# Ours: γ is 0 to 16; batches and prefixes span decades.
-_NUM_DRAFT_TOKENS_BUCKETS: Final = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16]
 # Actual over predicted: from a hundredth to a hundred times.
 _RATIO_BUCKETS: Final = [
     0.01,
@@ -59,6 +59,7 @@ _RATIO_BUCKETS: Final = [
     30.0,
     100.0,
 ]
+# Batches and prefixes span decades.
 _COUNT_BUCKETS: Final = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
@@ -102,20 +103,33 @@ class RouterMetrics:
             description="From placement to the first token: seconds that it took, over those foreseen.",
             explicit_bucket_boundaries_advisory=_RATIO_BUCKETS,
         )
-        self._num_draft_tokens = meter.create_histogram(
-            "outrider.num_draft_tokens",
-            unit="{token}",
-            description="Draft tokens of a round.",
-            explicit_bucket_boundaries_advisory=_NUM_DRAFT_TOKENS_BUCKETS,
-        )
-        self._drafted = meter.create_counter(
-            "outrider.acceptance.drafted", unit="{token}", description="Draft tokens verified, by position."
-        )
-        self._accepted = meter.create_counter(
-            "outrider.acceptance.accepted", unit="{token}", description="Draft tokens accepted, by position."
-        )
         self._failovers = meter.create_counter(
             "outrider.failovers", unit="{sequence}", description="Sequences that lost their worker and went to another."
+        )
+        # There are hundreds of rounds a second, so they are only counted here until somebody asks: an instrument takes
+        # longer for one than all else that the router does for it.
+        self._by_length: Counter[int] = Counter()
+        self._by_accepted: Counter[int] = Counter()
+        self._count_when_asked(
+            "outrider.rounds",
+            "{round}",
+            "Rounds of a sequence that verified drafts, by how many tokens were drafted.",
+            NUM_DRAFT_TOKENS,
+            lambda: dict(self._by_length),
+        )
+        self._count_when_asked(
+            "outrider.acceptance.drafted",
+            "{token}",
+            "Draft tokens verified, by position.",
+            POSITION,
+            lambda: _by_position(self._by_length),
+        )
+        self._count_when_asked(
+            "outrider.acceptance.accepted",
+            "{token}",
+            "Draft tokens accepted, by position.",
+            POSITION,
+            lambda: _by_position(self._by_accepted),
         )
 
     def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
@@ -178,12 +192,27 @@ class RouterMetrics:
 
     def round_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One round of one sequence: the first `num_accepted` of `num_draft_tokens` were kept."""
-        self._num_draft_tokens.record(num_draft_tokens, self._attributes)
-        for position in range(num_draft_tokens):
-            attributes = {**self._attributes, POSITION: position}
-            self._drafted.add(1, attributes)
-            if position < num_accepted:
-                self._accepted.add(1, attributes)
+        self._by_length[num_draft_tokens] += 1
+        self._by_accepted[num_accepted] += 1
+
+    def _count_when_asked(
+        self, name: str, unit: str, description: str, attribute: str, counts: Callable[[], Mapping[int, int]]
+    ) -> None:
+        """A counter of `counts`, by the value of `attribute`; from any thread."""
+
+        def observe(_: CallbackOptions) -> list[Observation]:
+            return [Observation(count, {**self._attributes, attribute: value}) for value, count in counts().items()]
+
+        self._meter.create_observable_counter(name, callbacks=[observe], unit=unit, description=description)
+
+
+def _by_position(by_length: Counter[int]) -> dict[int, int]:
+    """Of counts by length, those by position: a length counts at each position below it."""
+    lengths = dict(by_length)
+    return {
+        position: sum(count for length, count in lengths.items() if position < length)
+        for position in range(max(lengths, default=0))
+    }
 
 
 class WorkerMetrics:
@@ -209,14 +238,6 @@ class WorkerMetrics:
             unit="{token}",
             description="Prompt tokens of a sequence found in the KV cache.",
             explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
-        )
-        self._restored_blocks = meter.create_counter(
-            "outrider.kv_restored_blocks", unit="{block}", description="KV blocks brought back from host memory."
-        )
-        self._preemptions = meter.create_counter(
-            "outrider.preemptions",
-            unit="{sequence}",
-            description="Sequences that lost their blocks to others, to be computed again.",
         )
         self._transfer_seconds = meter.create_histogram(
             "outrider.kv_transfer.duration",
@@ -262,6 +283,23 @@ class WorkerMetrics:
             description="Sequences in steps (running), and without blocks yet (waiting).",
         )
 
+    def watch_pressure(self, num_restored: Callable[[], int], num_preempted: Callable[[], int]) -> None:
+        """What a full KV cache has cost so far; from any thread."""
+        for name, count, unit, description in (
+            ("outrider.kv_restored_blocks", num_restored, "{block}", "KV blocks brought back from host memory."),
+            (
+                "outrider.preemptions",
+                num_preempted,
+                "{sequence}",
+                "Sequences that lost their blocks to others, to be computed again.",
+            ),
+        ):
+
+            def observe(_: CallbackOptions, count: Callable[[], int] = count) -> list[Observation]:
+                return [Observation(count(), self._attributes)]
+
+            self._meter.create_observable_counter(name, callbacks=[observe], unit=unit, description=description)
+
     def watch_prefix_store(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Blocks that went to the prefix store or came from it so far, by what became of them; from any thread."""
 
@@ -286,14 +324,6 @@ class WorkerMetrics:
     def prefix_hit(self, num_tokens: int) -> None:
         """A new sequence found `num_tokens` of its prompt in the KV cache; 0 is a miss."""
         self._prefix_hit_tokens.record(num_tokens, self._attributes)
-
-    def restored(self, num_blocks: int) -> None:
-        """So many KV blocks came back from host memory."""
-        self._restored_blocks.add(num_blocks, self._attributes)
-
-    def preempted(self, num_sequences: int) -> None:
-        """So many sequences lost their blocks."""
-        self._preemptions.add(num_sequences, self._attributes)
 
     def transferred(self, source: str, engine: str, num_bytes: int, seconds: float) -> None:
         """KV was read from there, "worker" or "store"; nothing if all of it was here."""

@@ -46,8 +46,6 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._streams: set[RouterStream[Response]] = set()
         self._lanes: dict[Sequence, Lane[Response]] = {}
         self._draining = False
-        # Of which the metrics know.
-        self._num_restored = self._num_preempted = 0
         self._asyncio_loop = asyncio.get_running_loop()
         self._without_lanes = asyncio.Event()
         self._without_lanes.set()
@@ -75,6 +73,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         """Starts serving from a warmed-up engine; `on_crash` is called if its thread ends by an error."""
         self._metrics = WorkerMetrics(self.telemetry.meter, engine.model.name)
         self._metrics.watch_engine(lambda: _block_states(engine), lambda: _sequence_states(engine))
+        self._metrics.watch_pressure(lambda: engine.blocks.num_restored, lambda: engine.scheduler.num_preempted)
         self._engine_loop = EngineLoop(engine, self._on_step, on_crash, self._seconds_to_wait)
         self._engine_loop.start()
         return self._engine_loop
@@ -189,10 +188,6 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._on_outcome(outcome)
         if self._metrics is not None:
             self._metrics.step(outcome.num_tokens, outcome.num_sequences)
-            num_restored, num_preempted = self.engine.blocks.num_restored, self.engine.scheduler.num_preempted
-            self._metrics.restored(num_restored - self._num_restored)
-            self._metrics.preempted(num_preempted - self._num_preempted)
-            self._num_restored, self._num_preempted = num_restored, num_preempted
 
     def _on_release(self, stream: RouterStream[Response], sequence_id: int) -> None:
         lane = stream.lanes.pop(sequence_id, None)

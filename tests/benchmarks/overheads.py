@@ -41,8 +41,8 @@ console = Console(highlight=False)
 PLAIN = "plain"
 # A fixed γ beside none: a round sends more messages for its tokens, and an adaptive one would differ by luck.
 MODES = {"off": OFF, "γ = 3": Mode(True, 3)}
-# More often than anybody does.
-_SCRAPED_EVERY_SECONDS = 1.0
+# Of its own time under load; three times as often as our configurations say.
+_READ_EVERY_SECONDS = 5.0
 _WARM_UPS = 3
 _NUM_TOKENS = 64
 
@@ -53,6 +53,27 @@ class Variant:
 
     certs: Path | None = None
     metrics: bool = False
+
+
+@dataclass(slots=True)
+class Served:
+    """A client of a stack, and the ports of its metrics pages, which are read in its own turns."""
+
+    stub: inference_pb2_grpc.InferenceAsyncStub
+    pages: Sequence[int]
+    seconds: float = 0.0
+    tokens: int = 0
+    unread_seconds: float = 0.0
+
+    async def take_turn(self, prompts: Sequence[list[int]], mode: Mode) -> None:
+        reader = asyncio.create_task(_read(self.pages if self.unread_seconds >= _READ_EVERY_SECONDS else ()))
+        load = await run_load(self.stub, prompts, _NUM_TOKENS, mode)
+        if self.unread_seconds >= _READ_EVERY_SECONDS:
+            self.unread_seconds -= _READ_EVERY_SECONDS
+        await reader
+        self.unread_seconds += load.seconds
+        self.seconds += load.seconds
+        self.tokens += load.output_tokens
 
 
 Speeds = Mapping[tuple[str, int, str], Sequence[Mapping[str, float]]]
@@ -66,18 +87,16 @@ async def _measure(pair: Pair, variants: Mapping[str, Variant], streams: int, se
         console.print(f"{pair.name} pair, {streams} streams, stacks {number + 1} of {sets}")
         async with AsyncExitStack() as running:
             names = list(variants)[number % len(variants) :] + list(variants)[: number % len(variants)]
-            stubs = {name: await running.enter_async_context(_serving(pair, variants[name])) for name in names}
+            stacks = {name: await running.enter_async_context(_serving(pair, variants[name])) for name in names}
             for mode_name, mode in MODES.items():
-                seconds: dict[str, float] = dict.fromkeys(names, 0.0)
-                tokens: dict[str, int] = dict.fromkeys(names, 0)
                 for turn in range(-_WARM_UPS, turns):
+                    if turn == 0:
+                        for served in stacks.values():
+                            served.seconds, served.tokens = 0.0, 0
                     prompts = [pair.prompts(PROMPT_TOKENS) for _ in range(streams)]
                     for name in names if turn % 2 else names[::-1]:
-                        load = await run_load(stubs[name], prompts, _NUM_TOKENS, mode)
-                        if turn >= 0:
-                            seconds[name] += load.seconds
-                            tokens[name] += load.output_tokens
-                measured = {name: tokens[name] / seconds[name] for name in names}
+                        await stacks[name].take_turn(prompts, mode)
+                measured = {name: served.tokens / served.seconds for name, served in stacks.items()}
                 ratios = ", ".join(f"{name} {measured[name] / measured[PLAIN]:.3f}" for name in variants)
                 console.print(f"  {mode_name}: {ratios}")
                 speeds[pair.name, streams, mode_name].append(measured)
@@ -85,8 +104,8 @@ async def _measure(pair: Pair, variants: Mapping[str, Variant], streams: int, se
 
 
 @asynccontextmanager
-async def _serving(pair: Pair, variant: Variant) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    """A client of a stack as the variant says."""
+async def _serving(pair: Pair, variant: Variant) -> AsyncIterator[Served]:
+    """A stack as the variant says."""
     names = ("router", "target-0", "draft")
     ports = dict(zip(names, free_ports(LOOPBACK, len(names)), strict=True)) if variant.metrics else {}
     settings = StackSettings(
@@ -105,22 +124,14 @@ async def _serving(pair: Pair, variant: Variant) -> AsyncIterator[inference_pb2_
             if variant.certs is None
             else router_identity(variant.certs).connect(stack.router_address, "router")
         )
-        reader = asyncio.create_task(_read(list(ports.values())))
-        try:
-            async with channel:
-                yield inference_pb2_grpc.InferenceStub(channel)
-            if reader.done():
-                reader.result()
-            check_undisturbed(stack)
-        finally:
-            reader.cancel()
+        async with channel:
+            yield Served(inference_pb2_grpc.InferenceStub(channel), list(ports.values()))
+        check_undisturbed(stack)
 
 
-async def _read(ports: Sequence[int]) -> None:
-    while ports:
-        for port in ports:
-            await asyncio.to_thread(lambda url: urllib.request.urlopen(url).read(), f"http://{LOOPBACK}:{port}/metrics")
-        await asyncio.sleep(_SCRAPED_EVERY_SECONDS)
+async def _read(pages: Sequence[int]) -> None:
+    for port in pages:
+        await asyncio.to_thread(lambda url: urllib.request.urlopen(url).read(), f"http://{LOOPBACK}:{port}/metrics")
 
 
 def table(speeds: Speeds, variants: Sequence[str]) -> Table:

@@ -34,6 +34,9 @@ class Recorded:
     def by_position(self, name: str) -> dict[object, int | float]:
         return self._by("outrider.position", name)
 
+    def by_length(self, name: str) -> dict[object, int | float]:
+        return self._by("outrider.num_draft_tokens", name)
+
     def by_state(self, name: str) -> dict[object, int | float]:
         return self._by("outrider.state", name)
 
@@ -109,8 +112,7 @@ def test_acceptance_is_counted_by_position(recorded: Recorded) -> None:
     assert accepted == {0: 3, 1: 2, 2: 1, 3: 1}
     assert sum(drafted.values()) == sum(gamma for gamma, _ in rounds)
     assert sum(accepted.values()) == sum(kept for _, kept in rounds)
-    point = recorded.histogram("outrider.num_draft_tokens")
-    assert (point.count, point.sum, point.max) == (5, 13, 4)
+    assert recorded.by_length("outrider.rounds") == {4: 2, 2: 1, 0: 1, 3: 1}
 
 
 def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
@@ -121,8 +123,7 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     metrics.watch_engine(lambda: blocks, lambda: {"running": 3, "waiting": 2})
     metrics.prefix_hit(0)
     metrics.prefix_hit(96)
-    metrics.restored(2)
-    metrics.restored(3)
+    metrics.watch_pressure(lambda: 5, lambda: 2)
     tokens = recorded.histogram("outrider.batch_size.tokens")
     assert (tokens.count, tokens.sum) == (2, 42)
     assert recorded.histogram("outrider.batch_size.sequences").sum == 9
@@ -136,19 +137,17 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     (restored,) = recorded.points("outrider.kv_restored_blocks")
     assert isinstance(restored, NumberDataPoint)
     assert restored.value == 5
+    (preempted,) = recorded.points("outrider.preemptions")
+    assert isinstance(preempted, NumberDataPoint)
+    assert preempted.value == 2
 
 
-def test_a_worker_reports_preemptions_and_transfers(recorded: Recorded) -> None:
+def test_a_worker_reports_transfers(recorded: Recorded) -> None:
     metrics = WorkerMetrics(recorded.meter, "tiny")
-    metrics.preempted(0)
-    metrics.preempted(2)
     metrics.transferred("worker", "nixl", 4096, 0.25)
     # All of it was here.
     metrics.transferred("store", "", 0, 0.0)
     metrics.transfer_failed("store")
-    (preempted,) = recorded.points("outrider.preemptions")
-    assert isinstance(preempted, NumberDataPoint)
-    assert preempted.value == 2
     (sent,) = recorded.points("outrider.kv_transfer.bytes")
     assert isinstance(sent, NumberDataPoint)
     assert sent.value == 4096
