@@ -59,7 +59,7 @@ _RATIO_BUCKETS: Final = [
     30.0,
     100.0,
 ]
-# Batches and prefixes span decades.
+# Prefixes span decades.
 _COUNT_BUCKETS: Final = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
@@ -221,17 +221,17 @@ class WorkerMetrics:
     def __init__(self, meter: Meter, model: str) -> None:
         self._meter = meter
         self._attributes: dict[str, AttributeValue] = {GEN_AI_PROVIDER_NAME: PROVIDER, GEN_AI_REQUEST_MODEL: model}
-        self._batch_tokens = meter.create_histogram(
-            "outrider.batch_size.tokens",
-            unit="{token}",
-            description="Tokens in a step's packed batch.",
-            explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+        # As with rounds there are hundreds a second, which the engine's thread only counts.
+        self._num_steps = self._num_step_tokens = self._num_step_sequences = 0
+        self._watch_count("outrider.steps", "{step}", "Steps of the engine.", lambda: self._num_steps)
+        self._watch_count(
+            "outrider.step.tokens", "{token}", "Tokens in steps' packed batches.", lambda: self._num_step_tokens
         )
-        self._batch_sequences = meter.create_histogram(
-            "outrider.batch_size.sequences",
-            unit="{sequence}",
-            description="Sequences in a step's packed batch.",
-            explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+        self._watch_count(
+            "outrider.step.sequences",
+            "{sequence}",
+            "Sequences in steps' packed batches.",
+            lambda: self._num_step_sequences,
         )
         self._prefix_hit_tokens = meter.create_histogram(
             "outrider.prefix_hit_tokens",
@@ -285,20 +285,20 @@ class WorkerMetrics:
 
     def watch_pressure(self, num_restored: Callable[[], int], num_preempted: Callable[[], int]) -> None:
         """What a full KV cache has cost so far; from any thread."""
-        for name, count, unit, description in (
-            ("outrider.kv_restored_blocks", num_restored, "{block}", "KV blocks brought back from host memory."),
-            (
-                "outrider.preemptions",
-                num_preempted,
-                "{sequence}",
-                "Sequences that lost their blocks to others, to be computed again.",
-            ),
-        ):
+        self._watch_count(
+            "outrider.kv_restored_blocks", "{block}", "KV blocks brought back from host memory.", num_restored
+        )
+        self._watch_count(
+            "outrider.preemptions",
+            "{sequence}",
+            "Sequences that lost their blocks to others, to be computed again.",
+            num_preempted,
+        )
 
-            def observe(_: CallbackOptions, count: Callable[[], int] = count) -> list[Observation]:
-                return [Observation(count(), self._attributes)]
-
-            self._meter.create_observable_counter(name, callbacks=[observe], unit=unit, description=description)
+    def _watch_count(self, name: str, unit: str, description: str, count: Callable[[], int]) -> None:
+        self._meter.create_observable_counter(
+            name, callbacks=[lambda _: [Observation(count(), self._attributes)]], unit=unit, description=description
+        )
 
     def watch_prefix_store(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Blocks that went to the prefix store or came from it so far, by what became of them; from any thread."""
@@ -318,8 +318,9 @@ class WorkerMetrics:
 
     def step(self, num_tokens: int, num_sequences: int) -> None:
         """One engine step: its packed batch."""
-        self._batch_tokens.record(num_tokens, self._attributes)
-        self._batch_sequences.record(num_sequences, self._attributes)
+        self._num_steps += 1
+        self._num_step_tokens += num_tokens
+        self._num_step_sequences += num_sequences
 
     def prefix_hit(self, num_tokens: int) -> None:
         """A new sequence found `num_tokens` of its prompt in the KV cache; 0 is a miss."""

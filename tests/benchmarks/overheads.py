@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import NamedTuple
 
+import psutil
 from outrider.v1 import inference_pb2_grpc
 from rich.console import Console
 from rich.table import Table
@@ -55,34 +57,60 @@ class Variant:
     metrics: bool = False
 
 
+class Speed(NamedTuple):
+    """Tokens a second, and a second of CPU time of all services: where they keep all cores busy the second says the
+    same as the first, and chance has less of a say."""
+
+    tokens_per_second: float
+    tokens_per_cpu_second: float
+
+
 @dataclass(slots=True)
 class Served:
-    """A client of a stack, and the ports of its metrics pages, which are read in its own turns."""
+    """A stack, a client of it, and the ports of its metrics pages, which are read in its own turns."""
 
+    stack: Stack
     stub: inference_pb2_grpc.InferenceAsyncStub
     pages: Sequence[int]
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     tokens: int = 0
     unread_seconds: float = 0.0
 
+    def begin(self) -> None:
+        """Counts from here on."""
+        self.seconds = self.cpu_seconds = 0.0
+        self.tokens = 0
+
+    @property
+    def speed(self) -> Speed:
+        return Speed(self.tokens / self.seconds, self.tokens / self.cpu_seconds)
+
     async def take_turn(self, prompts: Sequence[list[int]], mode: Mode) -> None:
         reader = asyncio.create_task(_read(self.pages if self.unread_seconds >= _READ_EVERY_SECONDS else ()))
+        began = self._cpu_seconds_so_far()
         load = await run_load(self.stub, prompts, _NUM_TOKENS, mode)
         if self.unread_seconds >= _READ_EVERY_SECONDS:
             self.unread_seconds -= _READ_EVERY_SECONDS
         await reader
+        self.cpu_seconds += self._cpu_seconds_so_far() - began
         self.unread_seconds += load.seconds
         self.seconds += load.seconds
         self.tokens += load.output_tokens
 
+    def _cpu_seconds_so_far(self) -> float:
+        services = [process for process in self.stack.processes.values() if process.pid is not None]
+        times = [psutil.Process(service.pid).cpu_times() for service in services]
+        return sum(each.user + each.system for each in times)
 
-Speeds = Mapping[tuple[str, int, str], Sequence[Mapping[str, float]]]
-"""By pair, streams and mode: of each set of stacks, tokens a second by variant."""
+
+Speeds = Mapping[tuple[str, int, str], Sequence[Mapping[str, Speed]]]
+"""By pair, streams and mode: of each set of stacks, how fast each variant was."""
 
 
 async def _measure(pair: Pair, variants: Mapping[str, Variant], streams: int, sets: int, turns: int) -> Speeds:
     """Each set of stacks is of new processes: what one happens to be, as its memory lies, is not what differs."""
-    speeds: dict[tuple[str, int, str], list[Mapping[str, float]]] = defaultdict(list)
+    speeds: dict[tuple[str, int, str], list[Mapping[str, Speed]]] = defaultdict(list)
     for number in range(sets):
         console.print(f"{pair.name} pair, {streams} streams, stacks {number + 1} of {sets}")
         async with AsyncExitStack() as running:
@@ -92,12 +120,15 @@ async def _measure(pair: Pair, variants: Mapping[str, Variant], streams: int, se
                 for turn in range(-_WARM_UPS, turns):
                     if turn == 0:
                         for served in stacks.values():
-                            served.seconds, served.tokens = 0.0, 0
+                            served.begin()
                     prompts = [pair.prompts(PROMPT_TOKENS) for _ in range(streams)]
                     for name in names if turn % 2 else names[::-1]:
                         await stacks[name].take_turn(prompts, mode)
-                measured = {name: served.tokens / served.seconds for name, served in stacks.items()}
-                ratios = ", ".join(f"{name} {measured[name] / measured[PLAIN]:.3f}" for name in variants)
+                measured = {name: served.speed for name, served in stacks.items()}
+                ratios = ", ".join(
+                    f"{name} {measured[name].tokens_per_second / measured[PLAIN].tokens_per_second:.3f}"
+                    for name in variants
+                )
                 console.print(f"  {mode_name}: {ratios}")
                 speeds[pair.name, streams, mode_name].append(measured)
     return speeds
@@ -125,7 +156,7 @@ async def _serving(pair: Pair, variant: Variant) -> AsyncIterator[Served]:
             else router_identity(variant.certs).connect(stack.router_address, "router")
         )
         async with channel:
-            yield Served(inference_pb2_grpc.InferenceStub(channel), list(ports.values()))
+            yield Served(stack, inference_pb2_grpc.InferenceStub(channel), list(ports.values()))
         check_undisturbed(stack)
 
 
@@ -135,15 +166,17 @@ async def _read(pages: Sequence[int]) -> None:
 
 
 def table(speeds: Speeds, variants: Sequence[str]) -> Table:
-    """Throughput over the plain stack's: the mean over sets of stacks, and its standard error."""
-    made = Table("pair", "streams", "", "plain tok/s", *[f"{name} / plain" for name in variants], box=None)
+    """Both speeds over the plain stack's: the mean over sets of stacks, and its standard error."""
+    made = Table("pair", "streams", "", "tokens", "plain", *[f"{name} / plain" for name in variants], box=None)
     for (pair, streams, mode), sets in speeds.items():
-        cells = []
-        for name in variants:
-            ratios = [each[name] / each[PLAIN] for each in sets]
-            error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
-            cells.append(f"{fmean(ratios):.3f} ± {error:.3f}")
-        made.add_row(pair, str(streams), mode, f"{fmean(each[PLAIN] for each in sets):.0f}", *cells)
+        for per, field in (("a second", "tokens_per_second"), ("a CPU second", "tokens_per_cpu_second")):
+            plain = [getattr(each[PLAIN], field) for each in sets]
+            cells = []
+            for name in variants:
+                ratios = [getattr(each[name], field) / base for each, base in zip(sets, plain, strict=True)]
+                error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+                cells.append(f"{fmean(ratios):.3f} ± {error:.3f}")
+            made.add_row(pair, str(streams), mode, per, f"{fmean(plain):.0f}", *cells)
     return made
 
 
@@ -156,7 +189,7 @@ async def _run(options: argparse.Namespace) -> None:
             "mutual TLS": Variant(certs=Path(folder)),
             "metrics": Variant(metrics=True),
         }
-        speeds: dict[tuple[str, int, str], Sequence[Mapping[str, float]]] = {}
+        speeds: dict[tuple[str, int, str], Sequence[Mapping[str, Speed]]] = {}
         for name in options.pair:
             for streams in options.streams:
                 speeds |= await _measure(load_pair(name), variants, streams, options.stacks, options.turns)

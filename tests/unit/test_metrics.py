@@ -124,9 +124,10 @@ def test_a_worker_reports_batch_usage_and_hits(recorded: Recorded) -> None:
     metrics.prefix_hit(0)
     metrics.prefix_hit(96)
     metrics.watch_pressure(lambda: 5, lambda: 2)
-    tokens = recorded.histogram("outrider.batch_size.tokens")
-    assert (tokens.count, tokens.sum) == (2, 42)
-    assert recorded.histogram("outrider.batch_size.sequences").sum == 9
+    for name, expected in (("steps", 2), ("step.tokens", 42), ("step.sequences", 9)):
+        (counted,) = recorded.points(f"outrider.{name}")
+        assert isinstance(counted, NumberDataPoint)
+        assert counted.value == expected
     (usage,) = recorded.points("outrider.kv_usage")
     assert isinstance(usage, NumberDataPoint)
     assert usage.value == 0.75
