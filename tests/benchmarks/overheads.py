@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import urllib.request
@@ -22,7 +23,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-import psutil
 from outrider.v1 import inference_pb2_grpc
 from rich.console import Console
 from rich.table import Table
@@ -99,9 +99,13 @@ class Served:
         self.tokens += load.output_tokens
 
     def _cpu_seconds_so_far(self) -> float:
-        services = [process for process in self.stack.processes.values() if process.pid is not None]
-        times = [psutil.Process(service.pid).cpu_times() for service in services]
-        return sum(each.user + each.system for each in times)
+        return sum(_cpu_seconds(process.pid) for process in self.stack.processes.values() if process.pid is not None)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process, in the kernel and outside (proc(5): utime and stime)."""
+    utime, stime = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    return (int(utime) + int(stime)) / os.sysconf("SC_CLK_TCK")
 
 
 Speeds = Mapping[tuple[str, int, str], Sequence[Mapping[str, Speed]]]
