@@ -3,10 +3,14 @@
 The workers batch as the real ones do: whatever is there when a step begins is in it, decodes and
 verifications first, then prefill chunks within the token budget. The truth that the policy has to find out
 (step costs, noise, acceptance) is the simulation's own; it is told only what workers report.
+
+Runs with the same seed differ by little more than what is drafted (common random numbers): the same requests come, the
+same tokens of their texts are easy for the drafter, and the machines drift and stall at the same times.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import random
@@ -36,9 +40,10 @@ class Machine:
     attention: float = 200_000.0
     shared: bool = False
     transport: float = 0.001
-    # Multiplicative noise of a step, and how often it takes 3 to 10 times as long.
+    # Multiplicative noise of a step; and every so many seconds, on average, each machine stands still for as long as
+    # 2 to 9 steps of one token take.
     sigma: float = 0.08
-    outliers: float = 0.005
+    stall_every: float = 6.0
 
     def seconds(self, num_tokens: int, context: int) -> float:
         growth: float = (1 + (num_tokens / self.knee) ** 4) ** 0.25 + context / self.attention
@@ -61,9 +66,11 @@ class _Lane:
     pace: Pace
     num_output_wanted: int
     alpha_offset: float
+    text: random.Random
     prompt_left: int
     num_context: int
     num_output: int = 0
+    ease: list[float] = field(default_factory=list)
     num_steps: int = 0
     num_seen: int = 0
     verifying: int = 0
@@ -76,18 +83,6 @@ class _Lane:
     received_prefill: float = 0.0
     seconds: float = 0.0
     in_step: int = 0
-
-
-@dataclass(eq=False)
-class _Server:
-    """A worker's engine: at most one step at a time, with so much work left."""
-
-    left: float = 0.0
-    began: float = 0.0
-    num_tokens: int = 0
-    lanes: list[_Lane] = field(default_factory=list)
-    busy: bool = False
-    version: int = 0
 
 
 class _Drift:
@@ -103,6 +98,50 @@ class _Drift:
         return self._path[int(now / _DRIFT_SECONDS)]
 
 
+class _Stalls:
+    """When a machine stands still, by time: the same whatever runs on it."""
+
+    def __init__(self, seed: int, machine: Machine) -> None:
+        self._dice = random.Random(seed)
+        self._machine = machine
+        # Of each stall: its begin, its end, and how long those before it took together.
+        self._begin, self._end, self._before = [0.0], [0.0], [0.0]
+
+    def running(self, since: float, until: float) -> float:
+        """Seconds of that time in which it ran."""
+        return until - since - (self._stalled(until) - self._stalled(since))
+
+    def after(self, now: float, seconds: float) -> float:
+        """When it will have run for so long."""
+        until = now + seconds
+        while (missing := seconds - self.running(now, until)) > 1e-12:
+            until += missing
+        return until
+
+    def _stalled(self, until: float) -> float:
+        """Seconds it has stood still by then."""
+        while self._begin[-1] <= until:
+            begin = self._end[-1] + self._dice.expovariate(1 / self._machine.stall_every)
+            self._begin.append(begin)
+            self._end.append(begin + self._dice.uniform(2, 9) * self._machine.one_token)
+            self._before.append(self._before[-1] + self._end[-2] - self._begin[-2])
+        last = bisect.bisect_right(self._begin, until) - 1
+        return self._before[last] + min(until, self._end[last]) - self._begin[last]
+
+
+@dataclass(eq=False)
+class _Server:
+    """A worker's engine: at most one step at a time, with so much work left."""
+
+    stalls: _Stalls
+    left: float = 0.0
+    began: float = 0.0
+    num_tokens: int = 0
+    lanes: list[_Lane] = field(default_factory=list)
+    busy: bool = False
+    version: int = 0
+
+
 class Simulation:
     """One run. `tokens` counts the output; `trace` holds when each result came, and the γ of its round."""
 
@@ -113,12 +152,10 @@ class Simulation:
         seed: int,
         fixed: int | None = None,
         slow: tuple[float, float, float] = (0.0, 0.0, 1.0),
-        dice: int = 0,
     ) -> None:
-        """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow. `dice`: another
-        course of events for the same requests on the same machine."""
+        """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow."""
         self.machine, self.workload, self.slow = machine, workload, slow
-        self.dice = random.Random(seed + 1_000_000 * dice)
+        self.dice = random.Random(seed)
         self.texts = random.Random(seed + 2)
         self.now = 0.0
         self.gathering = Gathering(lambda: self.now)
@@ -136,10 +173,12 @@ class Simulation:
         self.trace: list[tuple[float, int]] = []
         self.lanes: list[_Lane] = []
         self.prefills: deque[_Lane] = deque()
-        self.target, self.drafter = _Server(), _Server()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.drift = _Drift(seed + 3)
+        stalls = _Stalls(seed + 4, machine)
+        self.target = _Server(stalls)
+        self.drafter = _Server(stalls if machine.shared else _Stalls(seed + 5, machine))
         self.progressed = 0.0
         self.prefill_seconds = 0.0
 
@@ -167,6 +206,7 @@ class Simulation:
                 Pace(self.controller.acceptance, self.fixed, in_shadow=True),
                 self.texts.randint(*self.workload.output_tokens),
                 self.texts.gauss(0, 0.04),
+                random.Random(self.texts.random()),
                 prompt,
                 prompt,
             )
@@ -222,10 +262,7 @@ class Simulation:
             self.begin(self.drafter, lanes, tokens, seconds, self.end_draft_step)
 
     def begin(self, server: _Server, lanes: list[_Lane], tokens: int, seconds: float, end: Callable[[], None]) -> None:
-        dice, machine = self.dice, self.machine
-        seconds *= self.drift.at(self.now) * dice.lognormvariate(0, machine.sigma)
-        if dice.random() < machine.outliers:
-            seconds *= dice.uniform(3, 10)
+        seconds *= self.drift.at(self.now) * self.dice.lognormvariate(0, self.machine.sigma)
         if self.slow[0] <= self.now < self.slow[1]:
             seconds *= self.slow[2]
         self.progress()
@@ -236,10 +273,9 @@ class Simulation:
     def progress(self) -> None:
         """Takes off the work done since the last change."""
         both = self.target.busy and self.drafter.busy and self.machine.shared
-        elapsed = (self.now - self.progressed) * (0.5 if both else 1.0)
         for server in (self.target, self.drafter):
             if server.busy:
-                server.left -= elapsed
+                server.left -= server.stalls.running(self.progressed, self.now) * (0.5 if both else 1.0)
         self.progressed = self.now
 
     def reschedule(self) -> None:
@@ -257,7 +293,7 @@ class Simulation:
                         end()
                         self.reschedule()
 
-                self.at(self.now + max(0.0, server.left) * (2.0 if both else 1.0), finish)
+                self.at(server.stalls.after(self.now, max(0.0, server.left) * (2.0 if both else 1.0)), finish)
 
     def end_target_step(self) -> None:
         seconds, num_tokens = self.now - self.target.began, self.target.num_tokens
@@ -277,7 +313,7 @@ class Simulation:
                 gamma = 0
             else:
                 gamma = lane.verifying
-                accepted = self.draw_accepted(lane, gamma)
+                accepted = self.count_accepted(lane, gamma)
             lane.verifying = 0
             lane.num_steps -= 1
             gained = min(accepted + 1, lane.num_output_wanted - lane.num_output)
@@ -294,12 +330,13 @@ class Simulation:
         self.at(self.now + self.machine.transport, lambda: self.receive(results, prefill))
         self.step_target()
 
-    def draw_accepted(self, lane: _Lane, gamma: int) -> int:
-        accepted = 0
+    def count_accepted(self, lane: _Lane, gamma: int) -> int:
+        """Of so many draft tokens behind the output. Whether one is accepted is up to its place in the text."""
+        while len(lane.ease) < lane.num_output + gamma:
+            lane.ease.append(lane.text.random())
         alpha = min(0.99, max(0.0, self.workload.acceptance(self.now) + lane.alpha_offset))
-        while accepted < gamma and self.dice.random() < alpha:
-            accepted += 1
-        return accepted
+        drafted = lane.ease[lane.num_output : lane.num_output + gamma]
+        return next((place for place, ease in enumerate(drafted) if ease >= alpha), gamma)
 
     def end_draft_step(self) -> None:
         proposals = []
@@ -309,7 +346,7 @@ class Simulation:
                 if lane.drawn < lane.asked:
                     continue
                 if lane.in_shadow:
-                    lane.pace.drafting.observe_in_shadow(lane.asked, self.draw_accepted(lane, lane.asked))
+                    lane.pace.drafting.observe_in_shadow(lane.asked, self.count_accepted(lane, lane.asked))
                     lane.in_shadow = False
                 else:
                     proposals.append((lane, lane.asked))
