@@ -12,8 +12,9 @@ _MOST_TIMES = 4.0
 _LATENESS = 0.5
 # What is due within this share of the usual absence is due now.
 _AT_ONCE = 0.01
-# Steps that one loses which misses a step: it is out of phase from then on, not for that step alone.
-_STEPS_LOST = 2.0
+# Steps that one loses which misses a step: it is out of phase from then on, not for that step alone, and two halves
+# that take turns on the same cores hold each other up.
+_STEPS_LOST = 4.0
 
 
 class Gathering:

@@ -22,7 +22,8 @@ _STAY_AT = 1.02
 _KEEP = 1.03
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
-# How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance.
+# How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
+# ones are taken to be free of what larger ones were found to take beyond their model, too.
 _CURIOSITY = 0.04
 # A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
 _REST_ROUNDS = 8
@@ -52,8 +53,10 @@ _SCOUTING_STEPS = 3
 _ACCEPTANCE_HALF_LIFE = 10.0
 # Between two loads nothing is unlearnt: a longer pause without any choice counts as this one, in seconds.
 _LONGEST_PAUSE = 0.5
-# Prompt tokens in a step where there are more than enough of them.
+# Prompt tokens in a step where there are more than enough of them. A draft token that takes the place of one must be
+# kept so likely: it is one token of output less to decode for one of a prompt put off.
 _PREFILL_STEP_TOKENS = 512
+_KEPT_BESIDE_PREFILLS = 0.5
 # Catching up may take so many times as long as it should: target and drafter may share their cores.
 _CATCH_UP_TIMES = 2.0
 # Tokens of output before any sequence has ended; how much an ended one counts; the least that may follow.
@@ -119,11 +122,12 @@ class GammaController:
     The sequences of a worker share its steps, so one γ is chosen for all of them. With L sequences a plain
     step takes P = T(L) (1 + overhead), a round of γ draft tokens
 
-        R = (P' + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
+        R = (P + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
 
-    T and D are the step costs that target and drafter measured at warm-up, P' is P as it was when rounds were
-    first seen at this load; the overheads are learnt from what steps and rounds really take, transport, waiting
-    and contexts included, but neither prompts in the same steps nor the drafter's catching up. Drafting gains
+    T and D are the step costs that target and drafter measured at warm-up; the overheads are learnt from what steps
+    and rounds really take, transport, waiting and contexts included, but neither prompts in the same steps nor the
+    drafter's catching up. So where nobody drafts, rounds are taken to become slower and faster with the plain steps;
+    while they go on it is known. Drafting gains
 
         P m / (C + R m / E)
 
@@ -131,8 +135,8 @@ class GammaController:
     the sequences and C what the drafter needs to catch up with them. The γ of most gain wins; 0 unless that is
     clearly above 1. A sequence joins in when that saves it more than its own catching up costs everybody.
 
-    While prompts fill the steps, decoding is not what holds things up: every draft token takes a prompt
-    token's place, and is worth it only in so far as there is time left over.
+    While prompts fill the steps nothing is decided: every draft token takes a prompt token's place then, so those who
+    draft already do so only as far as each draft token, α^i, is kept more likely than not, and nobody joins.
 
     It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, soon
     after and before they end, a γ that was not tried yet is given a little credit, and when drafting seemed not
@@ -161,9 +165,6 @@ class GammaController:
         self._last_plain: PlainStep | None = None
         self._rounds = Overhead()
         self._plain = PlainSteps(target)
-        # The overhead of plain steps when rounds were first seen, by power of two of the load. What rounds take is
-        # learnt in relation to it: slower plain steps later on do not make rounds slower, except if seen.
-        self._plain_shares: dict[int, float] = {}
         self._utilisation = Utilisation(clock())
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._decided_at = -math.inf
@@ -188,13 +189,16 @@ class GammaController:
         sequence.situation = situation
         self._members[sequence] = None
         self._utilisation.observe(situation.num_waiting > 0, now)
+        if situation.prefill_bound:
+            sequence.num_scouting_rounds = 0
+            return self._gamma_beside_prefills() if sequence.active else 0
         # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
             self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
             self._note_trial(situation.load)
-        if self.measuring and not situation.prefill_bound:
+        if self.measuring:
             sequence.num_scouting_rounds = 0
             return 0
         if self.gamma > 0:
@@ -235,6 +239,13 @@ class GammaController:
         """What a plain decode step takes: P."""
         return self._plain.seconds(load)
 
+    def steps_meanwhile(self, catch_up: float, load: int) -> int:
+        """Steps of the target worker in that time. Beside rounds of others only such as end within it: a step of one
+        sequence that still decodes plainly holds up the drafts of all."""
+        if self._num_active > 1:
+            return int(catch_up / self._learnt_round_seconds(load, self.gamma))
+        return math.ceil(catch_up / self.plain_seconds(load) - 0.5)
+
     def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, seconds: float) -> None:
         """A round of γ draft tokens among `load` sequences took that long, from the last result to its own, prompts
         that were computed meanwhile not counted.
@@ -247,7 +258,6 @@ class GammaController:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         if self._clock() - seconds < self._caught_up_at:
             return  # it waited for others that caught up
-        self._plain_shares.setdefault(load.bit_length(), self._plain.share(load))
         expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
         if self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / self._num_active):
             self._decided_at = -math.inf
@@ -268,8 +278,12 @@ class GammaController:
         self._last_plain = PlainStep(load, seconds, received)
         if step is None or step.received - step.seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
-        if self._plain.observe(step.load, step.seconds, step.received, self._busy_seconds):
-            self._decided_at = -math.inf  # now that it is known
+        before = self._round_seconds(step.load, self.gamma)
+        if not self._plain.observe(step.load, step.seconds, step.received, self._busy_seconds):
+            return
+        self._decided_at = -math.inf  # now that it is known
+        if self._num_active > 0:  # what rounds take was seen too, and is no other for it
+            self._rounds.rescale(step.load, before / self._round_seconds(step.load, self.gamma))
 
     def _note_drafter_busy(self, seconds: float) -> None:
         """The drafter begins to catch up with a sequence, or scouts, behind what it is still at."""
@@ -313,15 +327,11 @@ class GammaController:
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
             gain = self._gain(load, gamma, tokens, num_follow, catch_up, self._round_overhead(load, gamma))
-            gain *= 1 + _CURIOSITY / (1 + self._rounds.count(load, gamma))
-            if now.prefill_bound:
-                gain = min(gain, self._gain_beside_prefills(now, gamma, tokens, num_follow))
+            gain *= 1 + self._curiosity(load, gamma) / (1 + self._rounds.count(load, gamma))
             if gamma == self.gamma:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
-        if now.prefill_bound:
-            return best
         if best > 0 and self._rounds_beat_plain_steps(now.load, best):
             if self._measure_if_older(now.load, self._doubt_seconds):
                 self._doubt_seconds *= 2
@@ -338,6 +348,10 @@ class GammaController:
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best
+
+    def _curiosity(self, load: int, gamma: int) -> float:
+        """How much more a γ is taken to promise before it was tried."""
+        return _CURIOSITY + (abs(self._round_overhead(load, gamma)) if gamma < self.gamma else 0.0)
 
     def _rounds_beat_plain_steps(self, load: int, gamma: int) -> bool:
         """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
@@ -360,11 +374,10 @@ class GammaController:
         seconds = self._round_seconds(load, gamma) * (1 + overhead)
         return self.plain_seconds(load) * num_follow / (catch_up + num_follow * seconds / tokens)
 
-    def _gain_beside_prefills(self, now: Situation, gamma: int, tokens: float, num_follow: float) -> float:
-        """Where prompts fill the steps: output gained, as far as it matters, less that of the prompts put off."""
-        num_prompt_tokens = now.num_prefill_tokens / max(1, now.num_waiting)
-        output_per_token = num_follow / (num_follow + num_prompt_tokens)
-        return 1 + (1 - self._utilisation.share) * (tokens - 1) - output_per_token * gamma
+    def _gamma_beside_prefills(self) -> int:
+        """Where prompts fill the steps: the most, up to the γ there is, of which each is likely enough to be kept."""
+        rate = self.acceptance.rate
+        return next((i for i in range(self.gamma) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), self.gamma)
 
     def _joins(self, where: Situation, now: Situation, rate: float, gamma: int | None = None) -> bool:
         """Whether a sequence that stands at `where` saves more by drafting than its catching up costs all."""
@@ -388,11 +401,8 @@ class GammaController:
 
     def _round_seconds(self, load: int, gamma: int) -> float:
         """What a round of everybody should take, without overhead."""
-        plain = self._target.seconds(load)
-        share = self._plain_shares.get(load.bit_length())
-        verify = self._target.seconds(load * (gamma + 1)) - plain
-        seconds = self.plain_seconds(load) if share is None else plain * (1 + share)
-        return seconds + verify + gamma * self._draft.seconds(load)
+        verify = self._target.seconds(load * (gamma + 1)) - self._target.seconds(load)
+        return self.plain_seconds(load) + verify + gamma * self._draft.seconds(load)
 
     def _learnt_round_seconds(self, load: int, gamma: int) -> float:
         """What a round of everybody takes, as far as was seen: R."""
@@ -408,7 +418,7 @@ class GammaController:
 
     def _scout(self, sequence: Drafting, now: Situation) -> None:
         """Has the sequence scout, if it is time for that and may turn out well."""
-        if self._busy_seconds < self._scouts_from or now.prefill_bound:
+        if self._busy_seconds < self._scouts_from:
             return
         confidence = 0.5 ** ((self._busy_seconds - self._last_round) / _ACCEPTANCE_HALF_LIFE)
         at_best = sequence.acceptance.rate_at_best(confidence)

@@ -12,6 +12,8 @@ from statistics import median
 _COMMON_WEIGHT = 0.1
 _OWN_WEIGHT = 0.03
 _NUM_PRIOR = 4.0
+_COMMON_WEIGHT_OF_NEW = 0.02
+_NUM_PRIOR_OF_NEW = 2.0
 # The most that a measurement is believed to be off. So the estimate is near the median: a step that took ten
 # times as long moves it no further than one that was a little slow.
 _MOST_ERROR = 0.09
@@ -24,6 +26,14 @@ _NUM_FEW = 16.0
 _NUM_KNOWN = 3.0
 # How much a measurement on purpose counts; one with a large error counts wholly.
 _CORRECTION = 0.5
+
+
+def nearest_power(load: int) -> int:
+    """The power of two nearest to a load, as its exponent, by ratio: what is learnt of loads is learnt for these.
+
+    So 6 to 11 count alike, and a service of 8 or 32 streams stays within one while some of them have no token yet.
+    """
+    return round(math.log2(max(1, load)))
 
 
 @dataclass(slots=True)
@@ -56,13 +66,13 @@ class _Run:
 class Overhead:
     """The share by which things take longer than expected (negative: shorter), by load and γ (0: plain decoding).
 
-    Loads count alike within a power of two. Kept and learnt as logarithms of 1 + share.
+    Loads count alike around a power of two. Kept and learnt as logarithms of 1 + share.
     """
 
     def __init__(self) -> None:
         self._common: dict[int, _Estimate] = {}
         self._own: dict[tuple[int, int], _Estimate] = {}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[tuple[int, int], _Run] = {}
 
     def share(self, load: int, gamma: int) -> float:
         """What was learnt for this load, else for the nearest, and for this γ; 0 before anything was."""
@@ -70,7 +80,7 @@ class Overhead:
 
     def bucket(self, load: int) -> int:
         """The power of two from whose measurements the share for this load comes: its own, if there were a few."""
-        wanted = load.bit_length()
+        wanted = nearest_power(load)
         own = self._common.get(wanted)
         if own is not None and own.count >= _NUM_KNOWN:
             return wanted
@@ -79,25 +89,31 @@ class Overhead:
 
     def count(self, load: int, gamma: int) -> float:
         """How many measurements of this load and γ there were."""
-        own = self._own.get((load.bit_length(), gamma))
+        own = self._own.get((nearest_power(load), gamma))
         return own.count if own is not None else 0.0
 
     def observe(self, load: int, gamma: int, expected: float, seconds: float, weight: float) -> bool:
         """What should have taken `expected` seconds took `seconds`. `weight`, in (0, 1], is its say: what many
         see of the same step counts once. Returns whether the share turns out to be quite another."""
-        bucket = load.bit_length()
+        bucket = nearest_power(load)
         common, own = self._estimates(load, gamma)
         error = math.log(seconds / expected) - common.value - own.value
-        if common.count < _NUM_FEW:
-            run = self._runs.setdefault(bucket, _Run())
+        # Of a γ that is new beside others the first measurements say what is its own.
+        new_beside_others = common.count >= _NUM_FEW > own.count
+        if common.count < _NUM_FEW or new_beside_others:
+            run = self._runs.setdefault((bucket, gamma), _Run())
             run.add(error, weight)
             if run.weight >= _NUM_IN_A_ROW:
-                common.value += min(run.errors, key=abs)
-                del self._runs[bucket]
+                (own if new_beside_others else common).value += min(run.errors, key=abs)
+                del self._runs[bucket, gamma]
                 return True
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
-        common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
-        own.learn(error, weight, _OWN_WEIGHT)
+        if new_beside_others:
+            common.learn(error, weight, _COMMON_WEIGHT_OF_NEW)
+            own.learn(error, weight, max(_OWN_WEIGHT, 1 / (own.count + _NUM_PRIOR_OF_NEW)))
+        else:
+            common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
+            own.learn(error, weight, _OWN_WEIGHT)
         return False
 
     def correct(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> None:
@@ -109,9 +125,14 @@ class Overhead:
         common.value = before + share * error
         common.count = max(common.count, _NUM_FEW)
 
+    def rescale(self, load: int, factor: float) -> None:
+        """What is expected at this load is from now on so many times less, and what was learnt as much more."""
+        if self._common:
+            self._common[self.bucket(load)].value += math.log(factor)
+
     def _estimates(self, load: int, gamma: int) -> tuple[_Estimate, _Estimate]:
         """What all γ have in common, and this one's own."""
-        bucket = load.bit_length()
+        bucket = nearest_power(load)
         common, own = self._common.get(bucket), self._own.get((bucket, gamma))
         if common is None:
             common = self._common[bucket] = _Estimate(self._nearest(load))
@@ -120,7 +141,7 @@ class Overhead:
         return common, own
 
     def _logarithm(self, load: int, gamma: int) -> float:
-        own = self._own.get((load.bit_length(), gamma))
+        own = self._own.get((nearest_power(load), gamma))
         return self._nearest(load) + (own.value if own is not None else 0.0)
 
     def _nearest(self, load: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance
@@ -51,7 +50,7 @@ class Pace:
         fresh = self._wanted == 0
         if controller is None:
             self._wanted = 0
-        elif fresh:
+        elif fresh or controller.measuring:
             self._wanted = controller.choose(self.drafting, situation) if self._fixed is None else self._fixed
         wanted = min(self._wanted, situation.num_remaining - 1)
         if wanted <= 0 or controller is None:
@@ -59,7 +58,7 @@ class Pace:
             measuring = controller is not None and controller.measuring
             return Move(num_steps=_MEASURED_STEPS if measuring else GRANTED_STEPS)
         catch_up = controller.catch_up_seconds(situation.num_unseen) if fresh else 0.0
-        num_meanwhile = math.ceil(catch_up / controller.plain_seconds(situation.load) - 0.5)
+        num_meanwhile = controller.steps_meanwhile(catch_up, situation.load)
         if num_steps == 0 and num_meanwhile <= 0:
             self._wanted = 0
             return Move(num_draft_tokens=wanted)

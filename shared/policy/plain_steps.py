@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-from shared.policy.overhead import Overhead
+from shared.policy.overhead import Overhead, nearest_power
 from shared.policy.step_costs import StepCosts
 
 # Results that were held up come in quick succession behind a long wait: what seems so much faster than expected is
@@ -52,7 +52,7 @@ class PlainSteps:
 
         Those never seen are measured `at_once`, or else after so many seconds.
         """
-        bucket = load.bit_length()
+        bucket = nearest_power(load)
         if not at_once:
             self._seen_at.setdefault(bucket, busy)
         if busy - self._seen_at.get(bucket, -math.inf) <= seconds:
@@ -63,11 +63,11 @@ class PlainSteps:
 
     def grow_older(self, load: int, seconds: float) -> None:
         """What was seen counts as so much older."""
-        self._seen_at[load.bit_length()] -= seconds
+        self._seen_at[nearest_power(load)] -= seconds
 
     def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
-        self._seen_at[load.bit_length()] = busy
+        self._seen_at[nearest_power(load)] = busy
         expected = self._target.seconds(load)
         self._too_fast.append(seconds)
         seconds = fmean(self._too_fast)

@@ -6,8 +6,9 @@ import math
 
 # What was so many seconds ago counts e times less than what is now.
 _MEMORY_SECONDS = 5.0
-# The least that is taken to be left over: just so much dearer can work get for those behind it.
-_LEAST_IDLE = 0.05
+# The least that is taken to be left over: just so much dearer can work get for those behind it. A drafter that has
+# cores of its own puts off nobody's prompts, and whether it has is not known.
+_LEAST_IDLE = 0.5
 
 
 class Utilisation:

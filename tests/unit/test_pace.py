@@ -27,8 +27,8 @@ class Wanting:
     def catch_up_seconds(self, num_unseen: int) -> float:
         return self.catch_up
 
-    def plain_seconds(self, load: int) -> float:
-        return 1.0
+    def steps_meanwhile(self, catch_up: float, load: int) -> int:
+        return round(catch_up)
 
 
 def move(
@@ -122,6 +122,18 @@ def test_a_round_wanted_is_given_up_with_the_drafter() -> None:
     assert move(pace, None, 1).num_steps > 0
     controller.gamma = 2
     assert move(pace, controller) == Move(num_draft_tokens=2), "the controller is asked anew"
+
+
+def test_a_round_wanted_gives_way_to_a_measurement() -> None:
+    """Its drafter, maybe on the same cores, would be at work beside the plain steps."""
+    controller = Wanting(5)
+    pace = Pace(None, None)
+    assert move(pace, controller, 3, num_unseen=4) == Move(catch_up=True)
+    controller.gamma, controller.measuring = 0, True
+    assert move(pace, controller, 1) == Move(num_steps=3)
+    assert move(pace, controller) == Move(num_steps=3)
+    controller.gamma, controller.measuring = 5, False
+    assert move(pace, controller) == Move(num_draft_tokens=5)
 
 
 @pytest.mark.parametrize("seed", range(100))
