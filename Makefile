@@ -64,7 +64,7 @@ logs: ## Follow the container stack's logs.
 	OUTRIDER_IMAGE=$(IMAGE) $(COMPOSE) logs --follow --tail 100 $(ARGS)
 
 test: setup ## Run the tests.
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-compose: setup ## Test the container stack: build, serve, faults under load; takes ten minutes.
 	$(ENGINE)
