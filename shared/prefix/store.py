@@ -61,10 +61,14 @@ return missing
 # Makes room for values that the same transaction then sets; returns how many of them, the first ones, there is room
 # for. Work is bounded by their number: after the limit was lowered, each batch removes more than it adds until the
 # limit is met. What was written or found within the last ARGV[4] ms stays, or the end of a long prefix would push out
-# its beginning, without which it is of no use.
+# its beginning, without which it is of no use. Those that another worker has entered since we asked leave the account
+# first: they must not be counted twice.
 # ARGV: TTL in ms, how many the account may hold, joined hashes, see above.
 _ENTER = f"""{_EXPIRY}
-local num_new = #ARGV[3] / 32
+local new = {{}}
+for at = 1, #ARGV[3], 32 do new[#new + 1] = string.sub(ARGV[3], at, at + 31) end
+redis.call('ZREM', KEYS[2], unpack(new))
+local num_new = #new
 local num_entered = num_new
 local excess = redis.call('ZCARD', KEYS[2]) + num_new - ARGV[2]
 if excess > 0 then
@@ -74,9 +78,7 @@ if excess > 0 then
   if #oldest > 0 then redis.call('ZREM', KEYS[2], unpack(oldest)) end
   if #oldest < most then num_entered = num_new - math.min(excess - #oldest, num_new) end
 end
-for i = 0, num_entered - 1 do
-  redis.call('ZADD', KEYS[2], expires, string.sub(ARGV[3], 32 * i + 1, 32 * i + 32))
-end
+for i = 1, num_entered do redis.call('ZADD', KEYS[2], expires, new[i]) end
 keep_account()
 return num_entered
 """

@@ -637,6 +637,26 @@ async def test_concurrent_stores_keep_one_sound_account(server: RedisServer) -> 
         assert (first.num_corrupt, second.num_corrupt) == (0, 0)
 
 
+async def test_a_block_that_two_workers_write_at_once_is_counted_once(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = chain(8)
+    limit = 8 * (4096 + 1024 + 512)
+    async with (
+        store_at(server.url, max_bytes=limit) as first,
+        store_at(server.url, max_bytes=limit) as second,
+        client(server) as redis,
+    ):
+        await stores(first, blocks)
+
+        async def asked_before(hashes: Sequence[bytes]) -> list[int]:
+            return list(range(len(hashes)))
+
+        monkeypatch.setattr(second, "_renew", asked_before)
+        await stores(second, blocks[6:])
+        assert await held_in_redis(redis) == await accounted(redis) == set(blocks)
+
+
 async def test_killed_redis_loses_the_blocks_and_nothing_else(
     server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
