@@ -117,7 +117,8 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
     """The modes of a turn, in an order that favours nobody.
 
     Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
-    drift costs all the same. The fixed γs come in between, once each, off and on twice.
+    drift costs all the same. The fixed γs come in between, once each, off and on twice. They take part in every turn:
+    of eight that are hardly apart the best of few loads is the luckiest.
     """
     modes = [OFF, ON]
     if with_fixed:
@@ -126,15 +127,10 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
     return modes if turn % 2 == 0 else modes[::-1]
 
 
-def num_turns(off_seconds: float) -> int:
+def num_turns(off_seconds: float, with_fixed: bool) -> int:
     """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
     num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
-    return min(2 * math.ceil(num_loads / 2), _MOST_TURNS)
-
-
-def num_turns_with_fixed(turns: int) -> int:
-    """In how many turns of a repeat at one stream the fixed γs take part, which make a turn five times as long."""
-    return 2 * max(1, turns // 8)
+    return min(2 * math.ceil(num_loads / (4 if with_fixed else 2)), _MOST_TURNS)
 
 
 async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_step: OnStep) -> Repeat:
@@ -144,12 +140,11 @@ async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_s
     loads = []
     for streams in plan.streams:
         on_step(f"{which}, {_count(streams)}")
-        first = await _measure_turn(pair, plan, streams, stubs, order_of_loads(index, streams == 1))
+        with_fixed = streams == 1
+        first = await _measure_turn(pair, plan, streams, stubs, order_of_loads(index, with_fixed))
         loads += first
-        turns = num_turns(fmean(load.seconds for load in first if load.mode == OFF))
-        for turn in range(1, turns):
-            modes = order_of_loads(index + turn, streams == 1 and turn < num_turns_with_fixed(turns))
-            loads += await _measure_turn(pair, plan, streams, stubs, modes)
+        for turn in range(1, num_turns(fmean(load.seconds for load in first if load.mode == OFF), with_fixed)):
+            loads += await _measure_turn(pair, plan, streams, stubs, order_of_loads(index + turn, with_fixed))
     return Repeat(baseline, tuple(loads))
 
 

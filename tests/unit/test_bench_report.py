@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, num_turns_with_fixed, order_of_loads
+from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, order_of_loads
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import render, summarize, to_json
 
@@ -177,10 +177,10 @@ def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, 
     assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "turns", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 2), (2.0, 16, 4), (0.1, 32, 8)])
+@pytest.mark.parametrize(("seconds", "turns", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 4), (2.0, 16, 8), (0.1, 32, 32)])
 def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int, with_fixed: int) -> None:
-    assert num_turns(seconds) == turns
-    assert num_turns_with_fixed(turns) == with_fixed
+    assert num_turns(seconds, with_fixed=False) == turns
+    assert num_turns(seconds, with_fixed=True) == with_fixed
 
 
 def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
