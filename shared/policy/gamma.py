@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
-from shared.policy.overhead import Overhead
+from shared.policy.overhead import Overhead, nearest_power
 from shared.policy.plain_steps import PlainSteps
 from shared.policy.step_costs import StepCosts
 from shared.policy.trials import Trials
@@ -23,8 +23,10 @@ _KEEP = 1.03
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
-# ones are taken to be free of what larger ones were found to take beyond their model, too.
+# ones are taken to be free of what larger ones were found to take beyond their model, too. And the next smaller one
+# that was not tried for long.
 _CURIOSITY = 0.04
+_CURIOSITY_AGAIN = 0.05
 # A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
 _REST_ROUNDS = 8
 _NEW_LOAD = 0.25
@@ -169,6 +171,8 @@ class GammaController:
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._decided_at = -math.inf
         self._decided_load = 0
+        # What the best γ was then found to bring, times plain decoding.
+        self._best_gain = 0.0
         # How long the last choice stands.
         self._rest = 0.0
         # Below, and in all that ages: seconds in which there was something to choose.
@@ -294,7 +298,8 @@ class GammaController:
             self._trials_at(load).begin(self._busy_seconds)
             self._num_vain_scouts = 0
             return
-        self._trials_at(load).end(self._busy_seconds)
+        if self._rounds.bucket(load) == nearest_power(load):
+            self._trials_at(load).end(self._busy_seconds, self._best_gain)
         for other in self._trials.values():
             other.cancel()
 
@@ -315,6 +320,7 @@ class GammaController:
             if (where := each.situation) is not None
             and (each.active or self._joins(where, now, each.acceptance.rate, max(2, self.gamma)))
         ]
+        self._best_gain = 0.0
         if not joining:
             return 0
         rates = [each.acceptance.rate for each, _ in joining]
@@ -327,12 +333,13 @@ class GammaController:
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
             gain = self._gain(load, gamma, tokens, num_follow, catch_up, self._round_overhead(load, gamma))
-            gain *= 1 + self._curiosity(load, gamma) / (1 + self._rounds.count(load, gamma))
+            self._best_gain = max(self._best_gain, gain)
+            gain *= self._curiosity(load, gamma)
             if gamma == self.gamma:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain = gamma, gain
-        if best > 0 and self._rounds_beat_plain_steps(now.load, best):
+        if best > 0 and self._rounds_beat_plain_steps(now.load):
             if self._measure_if_older(now.load, self._doubt_seconds):
                 self._doubt_seconds *= 2
         else:
@@ -350,12 +357,15 @@ class GammaController:
         return best
 
     def _curiosity(self, load: int, gamma: int) -> float:
-        """How much more a γ is taken to promise before it was tried."""
-        return _CURIOSITY + (abs(self._round_overhead(load, gamma)) if gamma < self.gamma else 0.0)
+        """How many times more a γ is taken to promise for not having been tried, or not lately."""
+        credit = _CURIOSITY + (abs(self._round_overhead(load, gamma)) if gamma < self.gamma else 0.0)
+        again = _CURIOSITY_AGAIN if gamma == self.gamma - 1 else 0.0
+        count, num_recent = self._rounds.count(load, gamma), self._rounds.num_recent(load, gamma)
+        return (1 + credit / (1 + count)) * (1 + again / (1 + num_recent))
 
-    def _rounds_beat_plain_steps(self, load: int, gamma: int) -> bool:
+    def _rounds_beat_plain_steps(self, load: int) -> bool:
         """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
-        return self._learnt_round_seconds(load, gamma) < _IMPOSSIBLE_SHARE * self.plain_seconds(load)
+        return self._learnt_round_seconds(load, 1) < _IMPOSSIBLE_SHARE * self.plain_seconds(load)
 
     def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""

@@ -24,6 +24,9 @@ _NUM_IN_A_ROW = 4.0
 _NUM_FEW = 16.0
 # So many measurements of a load say more than those of others.
 _NUM_KNOWN = 3.0
+# While others are made, what was learnt of a γ counts e times less after so many rounds: the machine may have been
+# slower or faster then, and what of it is the γ's own is not told apart for ever. Tried again, it learns fast.
+_MEMORY_ROUNDS = 16.0
 # How much a measurement on purpose counts; one with a large error counts wholly.
 _CORRECTION = 0.5
 
@@ -38,13 +41,15 @@ def nearest_power(load: int) -> int:
 
 @dataclass(slots=True)
 class _Estimate:
-    """A value, and of how many measurements."""
+    """A value, of how many measurements, and how many of them still say how things are now."""
 
     value: float = 0.0
     count: float = 0.0
+    num_recent: float = 0.0
 
     def learn(self, error: float, weight: float, rate: float) -> None:
         self.count += weight
+        self.num_recent += weight
         self.value += weight * rate * error
 
 
@@ -92,14 +97,20 @@ class Overhead:
         own = self._own.get((nearest_power(load), gamma))
         return own.count if own is not None else 0.0
 
+    def num_recent(self, load: int, gamma: int) -> float:
+        """The same, where what is long ago counts less."""
+        own = self._own.get((nearest_power(load), gamma))
+        return own.num_recent if own is not None else 0.0
+
     def observe(self, load: int, gamma: int, expected: float, seconds: float, weight: float) -> bool:
         """What should have taken `expected` seconds took `seconds`. `weight`, in (0, 1], is its say: what many
         see of the same step counts once. Returns whether the share turns out to be quite another."""
         bucket = nearest_power(load)
         common, own = self._estimates(load, gamma)
+        self._forget_others(bucket, gamma, weight)
         error = math.log(seconds / expected) - common.value - own.value
         # Of a γ that is new beside others the first measurements say what is its own.
-        new_beside_others = common.count >= _NUM_FEW > own.count
+        new_beside_others = common.count >= _NUM_FEW > own.num_recent
         if common.count < _NUM_FEW or new_beside_others:
             run = self._runs.setdefault((bucket, gamma), _Run())
             run.add(error, weight)
@@ -110,15 +121,19 @@ class Overhead:
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
         if new_beside_others:
             common.learn(error, weight, _COMMON_WEIGHT_OF_NEW)
-            own.learn(error, weight, max(_OWN_WEIGHT, 1 / (own.count + _NUM_PRIOR_OF_NEW)))
+            own.learn(error, weight, max(_OWN_WEIGHT, 1 / (own.num_recent + _NUM_PRIOR_OF_NEW)))
         else:
             common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
             own.learn(error, weight, _OWN_WEIGHT)
         return False
 
+    def is_surprised(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> bool:
+        """Whether that, measured on purpose, would not be believed but for being measured."""
+        return abs(self._error(load, gamma, measured)) > _LARGE_ERROR
+
     def correct(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> None:
         """Measured on purpose, at least once: what should have taken so many seconds took so many."""
-        error = median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
+        error = self._error(load, gamma, measured)
         before = self._nearest(load)
         common, _ = self._estimates(load, gamma)
         share = 1.0 if abs(error) > _LARGE_ERROR else max(_CORRECTION, 1 / (common.count + 1))
@@ -129,6 +144,14 @@ class Overhead:
         """What is expected at this load is from now on so many times less, and what was learnt as much more."""
         if self._common:
             self._common[self.bucket(load)].value += math.log(factor)
+
+    def _forget_others(self, bucket: int, gamma: int, weight: float) -> None:
+        for (its_bucket, its_gamma), own in self._own.items():
+            if its_bucket == bucket and its_gamma != gamma:
+                own.num_recent *= 1 - weight / _MEMORY_ROUNDS
+
+    def _error(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> float:
+        return median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
 
     def _estimates(self, load: int, gamma: int) -> tuple[_Estimate, _Estimate]:
         """What all γ have in common, and this one's own."""

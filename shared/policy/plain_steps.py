@@ -12,7 +12,8 @@ from shared.policy.step_costs import StepCosts
 # taken together with the next, so many at most.
 _LEAST_SHARE = 0.5
 _MOST_TOGETHER = 4
-# A measurement on purpose takes so many steps.
+# A measurement on purpose takes so many steps, and as many again if it says something quite different: two stalls of
+# the machine may fall into one.
 _MEASURED_STEPS = 3
 
 
@@ -82,6 +83,9 @@ class PlainSteps:
         self._measured.append((expected, seconds))
         self._num_to_measure -= 1
         if self.measuring:
+            return False
+        if len(self._measured) == _MEASURED_STEPS and self._overhead.is_surprised(load, 0, self._measured):
+            self._num_to_measure = _MEASURED_STEPS
             return False
         self._overhead.correct(load, 0, self._measured)
         return True

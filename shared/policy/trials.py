@@ -4,10 +4,12 @@ from __future__ import annotations
 
 # What rounds were found to take counts half after so many seconds without any: they may have met a bad moment.
 _FIRST_HALF_LIFE = 4.0
-# Each time that it is found again soon, within so many half-lives, twice as long. And so many times as long as
-# it took to find out, so that finding out takes a small share of the time.
+# Each time that it is found again soon, within so many half-lives, twice as long. And so many times as long as was
+# lost by finding out, so that this takes a small share of the time; what was lost is not known better than to this
+# share of what it took.
 _SOON = 4.0
-_TIMES_TRIED = 80.0
+_TIMES_LOST = 80.0
+_LEAST_LOSS = 0.05
 _LONGEST_HALF_LIFE = 600.0
 
 
@@ -36,8 +38,9 @@ class Trials:
         """There was one."""
         self._last_round = now
 
-    def end(self, now: float) -> None:
-        """No more rounds: they do not pay. Safe to call again."""
+    def end(self, now: float, gain: float) -> None:
+        """No more rounds: they bring so many times what plain decoding would, and that is not enough. Safe to call
+        again."""
         if self._began is None:
             return
         lasted = now - self._began
@@ -47,7 +50,8 @@ class Trials:
             self._half_life = _FIRST_HALF_LIFE
         else:
             self.num_failed += 1
-            self._half_life = min(max(2 * self._half_life, _TIMES_TRIED * lasted), _LONGEST_HALF_LIFE)
+            lost = lasted * max(_LEAST_LOSS, 1 - gain)
+            self._half_life = min(max(2 * self._half_life, _TIMES_LOST * lost), _LONGEST_HALF_LIFE)
 
     def cancel(self) -> None:
         """They ended for another reason."""

@@ -162,6 +162,22 @@ def test_it_counts_how_often_a_gamma_was_measured() -> None:
     assert found.count(8, 3) == found.count(16, 4) == 0.0
 
 
+def test_what_was_learnt_of_a_gamma_long_ago_is_soon_learnt_anew() -> None:
+    """Seen while the machine was slow, then not for long: what it took then is not its own."""
+    found = Overhead()
+    for _ in range(100):
+        found.observe(8, 1, EXPECTED, 1.2 * EXPECTED, 1.0)
+        found.observe(8, 2, EXPECTED, 1.0 * EXPECTED, 1.0)
+    assert found.share(8, 1) > found.share(8, 2) + 0.15
+    assert found.num_recent(8, 1) < found.count(8, 1)
+    for _ in range(100):
+        found.observe(8, 2, EXPECTED, EXPECTED, 1.0)
+    assert found.num_recent(8, 1) < 0.1
+    for _ in range(10):
+        found.observe(8, 1, EXPECTED, EXPECTED, 1.0)
+    assert found.share(8, 1) == pytest.approx(found.share(8, 2), abs=0.04)
+
+
 def test_what_is_expected_to_take_less_has_as_much_more_overhead() -> None:
     Overhead().rescale(8, 2.0)
     found = learnt((8, 2, 0.5 * EXPECTED), (32, 2, 0.0))

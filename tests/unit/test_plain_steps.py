@@ -52,3 +52,24 @@ def test_a_measurement_behind_a_stall_is_not_of_the_stall() -> None:
         steps.observe(4, gap, now, now)
     assert not steps.measuring
     assert steps.seconds(4) > 0.6 * STEP
+
+
+def measured(*gaps: float) -> float:
+    """Times STEP that is believed when a measurement gives these, after much that took STEP."""
+    steps = PlainSteps(StepCosts([(1, STEP)]))
+    for i in range(100):
+        steps.observe(4, STEP, i * STEP, i * STEP)
+    assert steps.measure_if_older(4, 1.0, 50.0, 50.0)
+    now = 50.0
+    for gap in gaps:
+        assert steps.measuring
+        now += gap * STEP
+        steps.observe(4, gap * STEP, now, now)
+    assert not steps.measuring
+    return steps.seconds(4) / STEP
+
+
+def test_what_a_measurement_finds_to_be_quite_different_is_measured_again() -> None:
+    assert measured(1.1, 1.1, 1.1) == pytest.approx(1.05, rel=0.01)
+    assert measured(1.0, 4.0, 4.0, 1.0, 1.0, 1.0) == pytest.approx(1.0, rel=0.01)
+    assert measured(4.0, 4.0, 4.0, 4.0, 4.0, 4.0) == pytest.approx(4.0, rel=0.01)

@@ -5,11 +5,11 @@ import pytest
 from shared.policy.trials import Trials
 
 
-def try_in_vain(trials: Trials, began: float, lasted: float) -> float:
+def try_in_vain(trials: Trials, began: float, lasted: float, gain: float = 0.0) -> float:
     """Rounds for so long, then none any more; returns when that was."""
     trials.begin(began)
     trials.observe_round(began + lasted)
-    trials.end(began + lasted)
+    trials.end(began + lasted, gain)
     return began + lasted
 
 
@@ -40,11 +40,18 @@ def test_each_time_that_it_is_found_again_it_is_held_against_them_longer() -> No
     assert half_lives == [8, 16, 32, 64, 128, 256, 512, 600, 600, 600]
 
 
-@pytest.mark.parametrize("lasted", [0.5, 2.0])
-def test_finding_out_takes_a_small_share_of_the_time(lasted: float) -> None:
+@pytest.mark.parametrize(("lasted", "gain", "lost"), [(0.5, 0.0, 0.5), (2.0, 0.0, 2.0), (4.0, 0.75, 1.0)])
+def test_finding_out_takes_a_small_share_of_the_time(lasted: float, gain: float, lost: float) -> None:
     trials = Trials()
-    now = try_in_vain(trials, 10.0, lasted)
-    assert half_life(trials, now) == 80 * lasted
+    now = try_in_vain(trials, 10.0, lasted, gain)
+    assert half_life(trials, now) == 80 * lost
+
+
+@pytest.mark.parametrize("gain", [0.99, 1.01])
+def test_what_hardly_lost_anything_is_soon_tried_again(gain: float) -> None:
+    trials = Trials()
+    now = try_in_vain(trials, 10.0, 8.0, gain)
+    assert half_life(trials, now) == 80 * 8.0 * 0.05
 
 
 def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
@@ -58,8 +65,8 @@ def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
 def test_an_end_without_a_beginning_says_nothing() -> None:
     trials = Trials()
     trials.observe_round(5.0)
-    trials.end(5.0)
-    trials.end(6.0)
+    trials.end(5.0, 0.0)
+    trials.end(6.0, 0.0)
     assert half_life(trials, 5.0) == 4
 
 
@@ -68,6 +75,6 @@ def test_what_ended_for_another_reason_did_not_fail() -> None:
     trials.begin(1.0)
     assert trials.running
     trials.cancel()
-    trials.end(2.0)
+    trials.end(2.0, 0.0)
     assert not trials.running
     assert trials.num_failed == 0
