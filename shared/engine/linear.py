@@ -1,21 +1,40 @@
-"""Linear layers with weights laid out beforehand for the CPU's matrix kernels."""
+"""Linear layers with weights laid out beforehand: for kernels of our own, or for oneDNN's where there are none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from shared.engine.native.library import Library
+from shared.engine.native.matrix import NativeMatrix
 
 # Rows the layout is chosen for. oneDNN's choice hardly depends on it; small steps are the common ones.
 _TYPICAL_ROWS = 32
 
 
+class LinearMatrix(Protocol):
+    """Weights of linear layers that are given the same input, as one; `sizes` are the layers' outputs."""
+
+    sizes: list[int]
+
+    def product(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., sum(sizes)]`, the layers' outputs one after another."""
+
+
 def can_pack(weight: Tensor) -> bool:
-    """Whether a linear layer's weight gains by packing: bf16 on a CPU that oneDNN serves."""
-    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    return on_cpu and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    """Whether oneDNN's layout serves a linear layer's weight: bf16 on a CPU for which it has kernels in bf16.
+
+    Without AVX-512 it has none, and refuses such weights.
+    """
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _onednn_has_bf16()
+
+
+def _onednn_has_bf16() -> bool:
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class PackedMatrix:
@@ -48,7 +67,7 @@ class _SharedInput:
     """Layers over one `PackedMatrix`: the first one called computes for all of them, so that query, key and
     value projection (or gate and up) are one product."""
 
-    def __init__(self, matrix: PackedMatrix) -> None:
+    def __init__(self, matrix: LinearMatrix) -> None:
         self._matrix = matrix
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
@@ -76,25 +95,27 @@ class PackedLinear(nn.Module):
         return self._shared.output(self._member, x)
 
 
-def pack_linears(model: nn.Module, run: Callable[[], Any]) -> int:
+def pack_linears(model: nn.Module, run: Callable[[], Any], kernels: Library | None) -> int:
     """Replaces the model's bf16 CPU linear layers by packed ones; returns how many.
 
-    `run` runs the model once, which shows what layers share their input. Only exact `nn.Linear`s are
-    replaced: a subclass may compute something else. The plain weights are freed unless something else
-    (tied embeddings) still holds them.
+    For `kernels` of our own, else for oneDNN. `run` runs the model once, which shows what layers share their input.
+    Only exact `nn.Linear`s are replaced: a subclass may compute something else. The plain weights are freed unless
+    something else (tied embeddings) still holds them.
     """
     places = [
         (module, name, child)
         for module in model.modules()
         for name, child in module.named_children()
-        if type(child) is nn.Linear and can_pack(child.weight)
+        if type(child) is nn.Linear
+        and (can_pack(child.weight) if kernels is None else child.weight.dtype == torch.bfloat16)
     ]
     inputs = _inputs_seen([child for _, _, child in places], run)
     groups: dict[tuple[nn.Module, Tensor | nn.Linear], list[tuple[str, nn.Linear]]] = {}
     for module, name, child in places:
         groups.setdefault((module, inputs.get(child, child)), []).append((name, child))
     for (module, _), members in groups.items():
-        shared = _SharedInput(PackedMatrix([child for _, child in members]))
+        linears = [child for _, child in members]
+        shared = _SharedInput(PackedMatrix(linears) if kernels is None else NativeMatrix.of(kernels, linears))
         for i, (name, _) in enumerate(members):
             setattr(module, name, PackedLinear(shared, i))
     return len(places)

@@ -15,7 +15,10 @@ from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
+from shared.engine.native.decoder import LayerAttention, NativeDecoder
+from shared.engine.native.library import has_kernels, load_library
 from shared.engine.packed_llama import PackedLlama
+from shared.engine.settings import Native
 from shared.engine.source import check_source
 from shared.settings import StartupError
 
@@ -33,7 +36,8 @@ class CausalLM:
     selective batching (Yu et al. 2022), by way of one attention function.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, native: Native = "off") -> None:
+        """`native`: whether kernels of our own are used where there are any."""
         config = model.config.get_text_config()
         self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.name = name
@@ -42,11 +46,13 @@ class CausalLM:
         self.vocab_size: int = config.vocab_size
         self.max_context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.eos_token_ids = _eos_token_ids(model)
-        self.kv_shape = _probe_kv_shape(model, name)
-        self._packed: PackedLlama | None = None
+        self.kv_shape, self._attention = _probe_attention(model, name)
+        # Kernels of our own for this device and type, if there are any.
+        self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
+        self._packed: PackedLlama | NativeDecoder | None = None
 
     @classmethod
-    def load(cls, source: str, device: str = "auto", dtype: str = "auto") -> CausalLM:
+    def load(cls, source: str, device: str = "auto", dtype: str = "auto", native: Native = "auto") -> CausalLM:
         """Loads from a local folder or by hub name. Raises StartupError with one clear line."""
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         if chosen.type == "cuda" and not torch.cuda.is_available():
@@ -66,7 +72,7 @@ class CausalLM:
         except Exception as error:
             # transformers, safetensors and the hub client share no exception class.
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
-        return cls(model, folder.name if folder.is_dir() else source)
+        return cls(model, folder.name if folder.is_dir() else source, native)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, position_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
@@ -74,6 +80,9 @@ class CausalLM:
 
         Writes the T tokens' KV to the batch's pool.
         """
+        if isinstance(self._packed, NativeDecoder):
+            assert batch.native is not None
+            return self._packed.forward(token_ids, batch.native, rows)
         if self._packed is not None:
             return self._packed.forward(token_ids, position_ids, batch, rows)
         logits: Tensor = self._model(
@@ -100,26 +109,42 @@ class CausalLM:
 
     def pack(self) -> None:
         """Lays the weights out for speed on CPU. Fingerprint and reference logits must have been taken before."""
-        if PackedLlama.fits(self._model):
+        if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self._attention):
+            self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self._attention)
+            logger.info("model packed for kernels of its own", extra={"layers": self.kv_shape.num_layers})
+            return
+        if self.kernels is None and PackedLlama.fits(self._model):
             self._packed = PackedLlama(self._model)
             logger.info("Llama layers packed for oneDNN", extra={"layers": self.kv_shape.num_layers})
             return
-        packed = pack_linears(self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)))
+        packed = pack_linears(
+            self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)), self.kernels
+        )
         if packed:
-            logger.info("linear layers packed for oneDNN", extra={"layers": packed})
+            logger.info("linear layers packed", extra={"layers": packed})
 
 
-def _probe_kv_shape(model: PreTrainedModel, name: str) -> KVShape:
-    """Runs two tokens through an attention function that only looks, to learn what its layers' KV is.
+def _probe_attention(model: PreTrainedModel, name: str) -> tuple[KVShape, list[LayerAttention]]:
+    """Runs two tokens through an attention function that only looks, to learn what its layers' KV is, and how they
+    attend.
 
     Leaves the paged attention function installed. Raises StartupError if the model does not let it be.
     """
     seen: dict[int, tuple[int, int, int]] = {}
+    attention: dict[int, LayerAttention] = {}
 
     def probe(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        seen[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        seen[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        scale = kwargs.get("scaling")
+        attention[layer] = LayerAttention(
+            query.shape[1],
+            query.shape[-1] ** -0.5 if scale is None else float(scale),
+            kwargs.get("sliding_window"),
+            kwargs.get("softcap"),
+        )
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
 
     AttentionInterface.register(_PROBE_NAME, probe)
@@ -139,7 +164,8 @@ def _probe_kv_shape(model: PreTrainedModel, name: str) -> KVShape:
     heads, key_dims, value_dims = zip(*seen.values(), strict=True)
     if len(set(heads)) > 1 or len(set(key_dims)) > 1 or len(set(value_dims)) > 1:
         raise StartupError(f"model {name} cannot be served: its layers differ in KV heads or head sizes")
-    return KVShape(max(seen) + 1, heads[0], key_dims[0], value_dims[0])
+    shape = KVShape(max(seen) + 1, heads[0], key_dims[0], value_dims[0])
+    return shape, [attention[layer] for layer in sorted(attention)]
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -57,7 +57,7 @@ class ModelRunner:
         """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's."""
         device = self.model.device
         with torch.inference_mode():
-            batch = AttentionBatch.build(self.pool, starts, lengths, block_tables)
+            batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels)
             positions = [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)]
             # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
             # but must not break the step they are verified in.

@@ -22,6 +22,9 @@ def _power_of_two(value: int) -> int:
     return value
 
 
+Native = Literal["auto", "off"]
+
+
 class EngineSettings(ServiceSettings):
     """What the engine needs to know, whichever worker it serves."""
 
@@ -66,5 +69,9 @@ class EngineSettings(ServiceSettings):
         default=None,
         ge=1,
         description="Most prompt and output tokens of a sequence together; unset: the model's own limit.",
+    )
+    native: Native = Field(
+        default="auto",
+        description="auto: kernels of its own on CPUs with AVX-512 or AVX2, compiled at the first start; off: PyTorch's.",
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; unset: PyTorch's default.")

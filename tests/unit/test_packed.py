@@ -71,7 +71,7 @@ def test_only_exact_llamas_in_bf16_take_the_llama_forward(tmp_path: Path) -> Non
 
 def test_float32_is_left_as_it_is() -> None:
     assert not can_pack(torch.zeros(2, 2))
-    assert can_pack(torch.zeros(2, 2, dtype=torch.bfloat16))
+    assert can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def test_the_self_test_sees_packing_that_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from shared.engine.attention.grouping import Indices, group_sequences
 from shared.engine.kv_pool import KVPool
+from shared.engine.native.library import Library
+from shared.engine.native.step import NativeStep
 
 # Pairs of query and position whose masks a step keeps from layer to layer; the others are made anew in each.
 # A chunk of 512 tokens over 16k of context is kept: 64 MiB, in bf16 with four query heads to a KV head.
@@ -120,12 +123,18 @@ class AttentionGroup:
 class AttentionBatch:
     """One step's packed tokens over a KV pool: the single keyword argument that travels through the model.
 
-    `first_slots`: where each token's KV is written, see `KVPool.write`.
+    Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another from
+    `packed_starts[i]` on; its blocks begin at `tables[table_starts[i]]`. Where there are kernels of our own for the
+    pool, they attend; where not, PyTorch does, by groups.
     """
 
     pool: KVPool
-    first_slots: Tensor
-    groups: list[AttentionGroup]
+    starts: Indices
+    lengths: Indices
+    packed_starts: Indices
+    table_starts: Indices
+    tables: Indices
+    kernels: Library | None = None
 
     @classmethod
     def build(
@@ -134,23 +143,43 @@ class AttentionBatch:
         starts: Sequence[int],
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
+        kernels: Library | None = None,
     ) -> AttentionBatch:
         """Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another."""
-        device = pool.data.device
-        num_sequences = len(starts)
-        start, length = np.asarray(starts), np.asarray(lengths)
-        packed_start = np.cumsum(length) - length
+        start, length = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         num_blocks = -(-(start + length) // pool.block_size)
         # All block tables one behind the other: padded to a rectangle, one long one would make it huge.
-        table_start = np.cumsum(num_blocks) - num_blocks
-        tables = np.concatenate([table[:n] for table, n in zip(block_tables, num_blocks, strict=True)])
+        tables = np.concatenate(
+            [np.asarray(table[:n], dtype=np.int64) for table, n in zip(block_tables, num_blocks, strict=True)]
+        )
+        return cls(
+            pool, start, length, np.cumsum(length) - length, np.cumsum(num_blocks) - num_blocks, tables, kernels
+        )
 
-        sequence_of = np.repeat(np.arange(num_sequences), length)
-        positions = np.arange(len(sequence_of)) - np.repeat(packed_start - start, length)
-        blocks = torch.from_numpy(tables[table_start[sequence_of] + positions // pool.block_size])
+    @cached_property
+    def native(self) -> NativeStep | None:
+        """The step as the kernels see it; None where there are none."""
+        if self.kernels is None:
+            return None
+        return NativeStep(
+            self.kernels, self.pool, self.starts, self.lengths, self.packed_starts, self.table_starts, self.tables
+        )
+
+    @cached_property
+    def first_slots(self) -> Tensor:
+        """Where each token's KV is written, see `KVPool.write`."""
+        pool = self.pool
+        sequence_of = np.repeat(np.arange(len(self.starts)), self.lengths)
+        positions = np.arange(len(sequence_of)) - np.repeat(self.packed_starts - self.starts, self.lengths)
+        blocks = torch.from_numpy(self.tables[self.table_starts[sequence_of] + positions // pool.block_size])
         offsets = torch.from_numpy(positions % pool.block_size)
-        first_slots = pool.first_slots(blocks, offsets).to(device)
+        return pool.first_slots(blocks, offsets).to(pool.data.device)
 
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        pool, device, num_sequences = self.pool, self.pool.data.device, len(self.starts)
+        start, length, packed_start = self.starts, self.lengths, self.packed_starts
+        num_blocks = -(-(start + length) // pool.block_size)
         limits = _CPU_LIMITS if device.type == "cpu" else _LIMITS
         pairs_left = _MAX_KEPT_PAIRS
         groups = []
@@ -176,9 +205,9 @@ class AttentionBatch:
                     token_index=None if len(rows) == num_sequences else torch.from_numpy(query_index[own]).to(device),
                     query_positions=torch.from_numpy(start[rows, None] + column).to(device),
                     starts=start[rows],
-                    blocks=tables[table_start[rows, None] + block_column],
+                    blocks=self.tables[self.table_starts[rows, None] + block_column],
                     padded=not own.all(),
                     keeps_masks=keeps_masks,
                 )
             )
-        return cls(pool, first_slots, groups)
+        return groups

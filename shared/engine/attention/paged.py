@@ -56,6 +56,8 @@ def attend(
 ) -> Tensor:
     """`paged_attention` on token-major tensors: query `[T, num_heads, head_dim]`, key and value
     `[T, num_kv_heads, head_dim]`, to `[T, num_heads, value_head_dim]`."""
+    if batch.native is not None:
+        return batch.native.attend(layer, query, key, value, scale, sliding_window, softcap, sinks)
     batch.pool.write(layer, batch.first_slots, key, value)
     if len(batch.groups) == 1:
         return _attend(layer, query, batch, batch.groups[0], scale, sliding_window, softcap, sinks)

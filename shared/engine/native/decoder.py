@@ -1,0 +1,221 @@
+"""Whole decoders in one call of the kernels: a description of the model, in place of a class for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from shared.engine.kv_pool import KVShape
+from shared.engine.native.library import Attention, Decoder, Layer, Library
+from shared.engine.native.matrix import PANEL, NativeMatrix
+from shared.engine.native.step import NativeStep
+
+# Exactly these, not their subclasses, which may compute something else.
+_FAMILIES = (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Phi3ForCausalLM,
+)
+_GEMMAS = (Gemma2ForCausalLM, Gemma3ForCausalLM)
+_ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+# Whose frequencies do not change with the length of the sequence.
+_ROPES = {"default", "linear", "llama3", "yarn"}
+# Positions whose rotations are kept at first; twice as many whenever they do not suffice.
+_FIRST_POSITIONS = 2048
+
+
+class LayerAttention(NamedTuple):
+    """What a model hands its attention function in one layer."""
+
+    num_heads: int
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+
+
+class NativeDecoder:
+    """A model whose weights moved into the kernels' layout; it cannot run by itself any more."""
+
+    def __init__(
+        self, library: Library, model: PreTrainedModel, shape: KVShape, attention: Sequence[LayerAttention]
+    ) -> None:
+        """`attention` of every layer, in order. Only where `fits`."""
+        decoder, config = model.model, model.config
+        self._library = library
+        self._kept: list[object] = []
+        self._norm_offset = 1.0 if type(model) in _GEMMAS else 0.0
+        self._rotary = decoder.rotary_emb
+        # Gemma 3 has frequencies of their own for layers with a window.
+        self._layer_types: list[str | None] = (
+            list(config.layer_types) if isinstance(model, Gemma3ForCausalLM) else [None] * len(decoder.layers)
+        )
+        self._vocab_size = model.lm_head.out_features
+        embedding = decoder.embed_tokens
+        tied = embedding.weight.data_ptr() == model.lm_head.weight.data_ptr()
+        scale = float(embedding.embed_scale.to(embedding.weight.dtype)) if type(model) in _GEMMAS else 1.0
+        head = self._pack(model.lm_head)
+        if tied:
+            _free(embedding)
+        else:
+            self._kept.append(embedding.weight)
+        self._layers = (Layer * len(decoder.layers))(
+            *(self._describe(layer, how) for layer, how in zip(decoder.layers, attention, strict=True))
+        )
+        self._num_positions = 0
+        self._rotations: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._reach(1)
+        self._struct = Decoder(
+            embedding=None if tied else embedding.weight.data_ptr(),
+            head=head.struct,
+            final_norm=self._norm(decoder.norm),
+            layers=self._layers,
+            num_layers=len(decoder.layers),
+            hidden=config.hidden_size,
+            mlp=config.intermediate_size,
+            num_heads=attention[0].num_heads,
+            head_dim=shape.key_head_dim,
+            rotary_dim=2 * self._rotations[self._layer_types[0]][0].shape[1],
+            activation=_ACTIVATIONS[_activation(config)],
+            norm_eps=config.rms_norm_eps,
+            embedding_scale=scale,
+            logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        )
+
+    @staticmethod
+    def fits(model: PreTrainedModel, shape: KVShape, attention: Sequence[LayerAttention]) -> bool:
+        """Whether the model is of a family that can be described, in bf16 on the CPU, and nothing in it is unusual."""
+        if type(model) not in _FAMILIES or model.dtype != torch.bfloat16 or model.device.type != "cpu":
+            return False
+        ropes = model.model.rotary_emb.rope_type
+        return (
+            _activation(model.config) in _ACTIVATIONS
+            and set(ropes.values() if isinstance(ropes, dict) else [ropes]) <= _ROPES
+            and len({how.num_heads for how in attention}) == 1
+            and len(attention) == len(model.model.layers)
+            and shape.key_head_dim == shape.value_head_dim
+            and shape.key_head_dim % 2 == 0
+            and model.config.hidden_size % 2 == 0
+            and model.lm_head.bias is None
+        )
+
+    def forward(self, token_ids: Tensor, step: NativeStep, rows: Tensor) -> Tensor:
+        """As `CausalLM.forward`: packed ids `[T]` to logits `[R, vocab_size]` at `rows` `[R]`, in float32."""
+        self._reach(step.num_positions)
+        logits = torch.empty((len(rows), self._vocab_size))
+        self._library.forward(
+            byref(self._struct),
+            byref(step.pool),
+            byref(step.batch),
+            token_ids.data_ptr(),
+            rows.data_ptr(),
+            len(rows),
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def _describe(self, layer: Any, how: LayerAttention) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        if hasattr(attention, "qkv_proj"):
+            qkv = self._pack(attention.qkv_proj)
+        else:
+            qkv = self._pack(attention.q_proj, attention.k_proj, attention.v_proj)
+        gemma = bool(self._norm_offset)
+        # Gemmas normalise what attention and MLP give, too, and call the norm before the MLP by another name.
+        return Layer(
+            attention_norm=self._norm(layer.input_layernorm),
+            query_norm=self._norm(getattr(attention, "q_norm", None)),
+            key_norm=self._norm(getattr(attention, "k_norm", None)),
+            attention_out_norm=self._norm(layer.post_attention_layernorm if gemma else None),
+            mlp_norm=self._norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm),
+            mlp_out_norm=self._norm(layer.post_feedforward_layernorm if gemma else None),
+            qkv=qkv.struct,
+            attention_out=self._pack(attention.o_proj).struct,
+            gate_up=self._pack_gate_up(mlp).struct,
+            mlp_out=self._pack(mlp.down_proj).struct,
+            attention=Attention(how.num_heads, how.sliding_window or 0, how.scale, how.softcap or 0.0, None),
+        )
+
+    def _norm(self, norm: Any) -> int | None:
+        """Address of a norm's weights in float32; None where there is no norm."""
+        if norm is None:
+            return None
+        weight = norm.weight.detach().float() + self._norm_offset
+        self._kept.append(weight)
+        return int(weight.data_ptr())
+
+    def _pack(self, *linears: nn.Linear) -> NativeMatrix:
+        matrix = NativeMatrix.of(self._library, list(linears))
+        self._kept.append(matrix)
+        for linear in linears:
+            _free(linear)
+        return matrix
+
+    def _pack_gate_up(self, mlp: Any) -> NativeMatrix:
+        """Gate and up in turns of half a panel, so that one panel has what belongs together."""
+        if hasattr(mlp, "gate_up_proj"):
+            linears = [mlp.gate_up_proj]
+            weights = [part for part in mlp.gate_up_proj.weight.detach().chunk(2)]
+            biases = [None, None] if mlp.gate_up_proj.bias is None else list(mlp.gate_up_proj.bias.detach().chunk(2))
+        else:
+            linears = [mlp.gate_proj, mlp.up_proj]
+            weights = [linear.weight.detach() for linear in linears]
+            biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+        weight = _in_turns(weights)
+        bias = None if biases[0] is None else _in_turns([part.unsqueeze(-1) for part in biases]).view(-1)
+        matrix = NativeMatrix(self._library, [weight], [bias])
+        self._kept.append(matrix)
+        for linear in linears:
+            _free(linear)
+        return matrix
+
+    def _reach(self, num_positions: int) -> None:
+        """Has the rotations of positions 0 to `num_positions` - 1 at hand."""
+        if num_positions <= self._num_positions:
+            return
+        self._num_positions = max(_FIRST_POSITIONS, 2 * num_positions)
+        positions = torch.arange(self._num_positions).unsqueeze(0)
+        for layer_type in set(self._layer_types):
+            # In float32, whatever the model's type; it gives each angle twice.
+            like = torch.empty(0, dtype=torch.float32)
+            angles = self._rotary(like, positions, *([] if layer_type is None else [layer_type]))
+            cosines, sines = (part[0, :, : part.shape[-1] // 2].float().contiguous() for part in angles)
+            self._rotations[layer_type] = (cosines, sines)
+        for layer, layer_type in zip(self._layers, self._layer_types, strict=True):
+            cosines, sines = self._rotations[layer_type]
+            layer.cosines, layer.sines = cosines.data_ptr(), sines.data_ptr()
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def _in_turns(parts: list[Tensor]) -> Tensor:
+    """`[n, m]` twice to `[2 * n', m]`: half a panel of the first's rows, half a panel of the second's, and so on; n'
+    is n filled up with zeros."""
+    half = PANEL // 2
+    padding = -len(parts[0]) % half
+    turns = [nn.functional.pad(part, (0, 0, 0, padding)).view(-1, half, part.shape[1]) for part in parts]
+    return torch.stack(turns, dim=1).view(-1, parts[0].shape[1])
+
+
+def _free(layer: nn.Linear | nn.Embedding) -> None:
+    layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
