@@ -34,6 +34,15 @@ COPY services services
 RUN /opt/pip/bin/pip wheel --no-deps --wheel-dir dist ./protos . \
     && /opt/pip/bin/pip --python /opt/outrider/bin/python install --no-deps --target /opt/app dist/*.whl
 
+# Kernels for CPUs, which are found there without a compiler.
+FROM ${BASE} AS kernels
+RUN command -v c++ > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends g++; }
+WORKDIR /build
+COPY shared/__init__.py shared/
+COPY shared/engine/__init__.py shared/engine/
+COPY shared/engine/native shared/engine/native
+RUN python3 -m shared.engine.native ahead
+
 FROM ${BASE}
 ARG VERSION=unknown
 ARG REVISION=unknown
@@ -44,6 +53,7 @@ LABEL org.opencontainers.image.title="Outrider" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=dependencies /opt/outrider /opt/outrider
 COPY --from=package /opt/app /opt/app
+COPY --from=kernels /build/shared/engine/native/built /opt/app/shared/engine/native/built
 # All that is ever written is temporary; a hub's models are cached there too, unless HF_HOME says otherwise.
 ENV PATH=/opt/app/bin:/opt/outrider/bin:${PATH} PYTHONPATH=/opt/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     HOME=/tmp

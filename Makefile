@@ -114,6 +114,7 @@ $(INSTALLED): pyproject.toml protos/pyproject.toml .ci/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): a few minutes the first time'
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable protos --editable '.[dev,cpu,nixl]'
+	@$(BIN)/python -m shared.engine.native > /dev/null || echo 'PyTorch serves in their place'
 	@touch $@
 
 $(STUBS): protos/generate.py $(wildcard protos/outrider/v1/*.proto) | $(INSTALLED)

@@ -72,6 +72,6 @@ class EngineSettings(ServiceSettings):
     )
     native: Native = Field(
         default="auto",
-        description="auto: kernels of its own on CPUs with AVX-512 or AVX2, compiled at the first start; off: PyTorch's.",
+        description="auto: kernels of its own on CPUs with AVX2 or AVX-512, compiled when needed; off: PyTorch's.",
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; unset: PyTorch's default.")

@@ -14,6 +14,8 @@ from shared.engine.attention import paged
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.paged import attend
 from shared.engine.kv_pool import KVPool, KVShape
+from shared.engine.native.library import Library
+from tests.support.kernels import INSTRUCTION_SETS, kernels
 
 BLOCK_SIZE = 16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -45,8 +47,14 @@ class Case(NamedTuple):
     values: list[Tensor]
     query: Tensor
 
-    def batch(self) -> AttentionBatch:
-        return AttentionBatch.build(self.pool, self.starts, self.lengths, self.tables)
+    def batch(self, library: Library | None = None) -> AttentionBatch:
+        return AttentionBatch.build(self.pool, self.starts, self.lengths, self.tables, library)
+
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the step's own tokens, packed."""
+        key = torch.cat([key[start:] for key, start in zip(self.keys, self.starts, strict=True)])
+        value = torch.cat([value[start:] for value, start in zip(self.values, self.starts, strict=True)])
+        return key, value
 
 
 def make_case(contexts: list[tuple[int, int]], value_dim: int = HEAD_DIM) -> Case:
@@ -126,13 +134,53 @@ def test_a_ragged_step_attends_as_the_definition_says(
         monkeypatch.setattr(paged, "_MAX_SCORE_BYTES", 1 << 14)
     case = make_case(MIXED, value_dim)
     batch = case.batch()
-    key = torch.cat([key[start:] for key, start in zip(case.keys, case.starts, strict=True)])
-    value = torch.cat([value[start:] for value, start in zip(case.values, case.starts, strict=True)])
+    key, value = case.newest()
     expected = dense_attention(case, **features)
     for _ in range(2):  # another layer may use masks again
         got = attend(0, case.query, key, value, batch, SCALE, **features)
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     assert len(batch.groups) > (9 if tight else 1)
+
+
+@pytest.mark.parametrize("value_dim", [HEAD_DIM, 4])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_kernels_attend_as_the_definition_says(instruction_set: str, features: dict[str, Any], value_dim: int) -> None:
+    case = make_case(MIXED, value_dim)
+    case.pool.data[sum(map(len, case.tables))] = torch.nan  # a block that is nobody's
+    for table, key in zip(case.tables, case.keys, strict=True):  # and the rest of last ones
+        case.pool.data[table[-1], :, :, (len(key) - 1) % BLOCK_SIZE + 1 :] = torch.nan
+    got = attend(0, case.query, *case.newest(), case.batch(kernels(instruction_set)), SCALE, **features)
+    torch.testing.assert_close(got.double(), dense_attention(case, **features), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_chunks_of_long_contexts_are_put_together_again(instruction_set: str, num_threads: int) -> None:
+    case = make_case([(5000, 1), (1537, 70), (513, 2), (512, 512)])
+    expected = dense_attention(case, sliding_window=1400)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        step = case.batch(kernels(instruction_set))
+        for _ in range(2):  # as layers follow one another
+            got = attend(0, case.query, *case.newest(), step, SCALE, sliding_window=1400)
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_kernels_write_what_torch_writes(instruction_set: str) -> None:
+    """Not-a-numbers and infinities become 0, and nothing beside the new tokens' places changes."""
+    ours, torchs = make_case([(20, 3), (40, 40)], value_dim=4), make_case([(20, 3), (40, 40)], value_dim=4)
+    key, value = ours.newest()
+    key[1, 0, 2], key[5, 1, 0], value[0, 1, 3] = torch.nan, torch.inf, -torch.inf
+    attend(0, ours.query, key, value, ours.batch(kernels(instruction_set)), SCALE)
+    attend(0, torchs.query, key, value, torchs.batch(), SCALE)
+    # Torch fills values up with zeros to the size of the keys.
+    assert torch.equal(ours.pool.data[:, :, 0], torchs.pool.data[:, :, 0])
+    assert torch.equal(ours.pool.data[:, :, 1, ..., :4], torchs.pool.data[:, :, 1, ..., :4])
 
 
 def bare_batch(contexts: list[int], lengths: list[int], shape: KVShape) -> AttentionBatch:

@@ -152,9 +152,7 @@ class AttentionBatch:
         tables = np.concatenate(
             [np.asarray(table[:n], dtype=np.int64) for table, n in zip(block_tables, num_blocks, strict=True)]
         )
-        return cls(
-            pool, start, length, np.cumsum(length) - length, np.cumsum(num_blocks) - num_blocks, tables, kernels
-        )
+        return cls(pool, start, length, np.cumsum(length) - length, np.cumsum(num_blocks) - num_blocks, tables, kernels)
 
     @cached_property
     def native(self) -> NativeStep | None:

@@ -44,15 +44,22 @@ template <int R, int W>
 static inline void accumulate(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
                               int64_t c_stride, int64_t depth) {
     Floats sums[R][W];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int w = 0; w < W; w++) sums[r][w] = load(c + r * c_stride + w * LANES);
     for (int64_t k = 0; k < depth; k++) {
         Floats row[W];
+#pragma GCC unroll 16
         for (int w = 0; w < W; w++) row[w] = load(b + k * b_stride + w * LANES);
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
             for (int w = 0; w < W; w++) sums[r][w] += a[r * a_stride + k] * row[w];
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int w = 0; w < W; w++) store(c + r * c_stride + w * LANES, sums[r][w]);
 }
 
@@ -174,14 +181,30 @@ static inline void merge(Seen into, Seen later, int rows, int width) {
     }
 }
 
+template <class T>
+static inline const T *key_at(const Pool &pool, const T *layer, const int64_t *table, int64_t position, int64_t head) {
+    return layer + table[position / pool.block_size] * pool.block_stride +
+           position % pool.block_size * pool.position_stride + head * pool.head_stride;
+}
+
+// Asks memory for the keys and values of 8 positions, the first of them `at`.
+template <class T> static inline void fetch8(const Pool &pool, const T *at) {
+    constexpr int LINE = 64 / sizeof(T);
+    for (int i = 0; i < 8; i++, at += pool.position_stride)
+        for (int d = 0; d < pool.key_dim; d += LINE) {
+            _mm_prefetch(at + d, _MM_HINT_T0);
+            _mm_prefetch(at + pool.value_offset + d, _MM_HINT_T0);
+        }
+}
+
 // Keys (turned) and values of positions `first` to `first + count - 1`, of which the first is one of a tile's.
+// `last_position`: the last that will be asked for, as those of the next tile are fetched along with these.
 template <class T>
 static void load_tile(const Pool &pool, const T *layer, const int64_t *table, int64_t kv_head, int64_t first, int count,
-                      TileMemory &memory, int width) {
+                      int64_t last_position, TileMemory &memory, int width) {
     for (int i = 0; i < count; i += 8) {
-        int64_t position = first + i;
-        const T *at = layer + table[position / pool.block_size] * pool.block_stride +
-                      position % pool.block_size * pool.position_stride + kv_head * pool.head_stride;
+        const T *at = key_at(pool, layer, table, first + i, kv_head);
+        if (first + i + TILE <= last_position) fetch8(pool, key_at(pool, layer, table, first + i + TILE, kv_head));
         turn8(at, pool.position_stride, pool.key_dim, memory.keys.data() + i);
         for (int j = 0; j < 8 && i + j < count; j++) {
             const T *value = at + pool.value_offset + j * pool.position_stride;
@@ -252,7 +275,7 @@ static void attend_chunks(const Attention &how, const Pool &pool, const T *layer
         for (int64_t first = chunk * CHUNK; first < (chunk + 1) * CHUNK && first <= last_position; first += TILE) {
             if (first + TILE <= reached) continue;
             int count = int(last_position + 1 - first < TILE ? last_position + 1 - first : TILE);
-            load_tile(pool, layer, table, task.kv_head, first, count, memory, width);
+            load_tile(pool, layer, table, task.kv_head, first, count, last_position, memory, width);
             take_tile(how, pool, rows, fold, first_position, first, count, memory, fresh, width);
         }
         merge(seen, fresh, rows, width);

@@ -36,7 +36,7 @@ def build(folder: Path | None = None, cpu_flags: frozenset[str] | None = None) -
     `folder`: where it is put, and looked for; unset: beside the sources if it was put there, else the user's cache.
     `cpu_flags`: what the CPU can do; unset: asked of it. The compiler is `CXX`, or c++. Raises CannotBuild.
     """
-    has = _cpu_flags() if cpu_flags is None else cpu_flags
+    has = read_cpu_flags() if cpu_flags is None else cpu_flags
     usable = [name for name, needed in _INSTRUCTION_SETS.items() if needed.keys() <= has]
     if not usable:
         raise CannotBuild("the CPU has no AVX2")
@@ -67,7 +67,10 @@ def build(folder: Path | None = None, cpu_flags: frozenset[str] | None = None) -
 
 
 def build_ahead() -> list[Path]:
-    """Compiles for every instruction set there is, whatever this CPU has, to where they are found without a compiler."""
+    """Compiles for every instruction set there is, to where they are found without a compiler; returns the files.
+
+    Raises CannotBuild.
+    """
     _BUILT.mkdir(exist_ok=True)
     command = shlex.split(os.environ.get("CXX", "c++"))
     targets = [_BUILT / _file_name(name, "") for name in _INSTRUCTION_SETS]
@@ -76,7 +79,7 @@ def build_ahead() -> list[Path]:
     return targets
 
 
-def _cpu_flags() -> frozenset[str]:
+def read_cpu_flags() -> frozenset[str]:
     """As Linux names them; none on other systems, or other architectures than x86-64."""
     try:
         text = Path("/proc/cpuinfo").read_text()

@@ -173,14 +173,15 @@ class NativeDecoder:
         """Gate and up in turns of half a panel, so that one panel has what belongs together."""
         if hasattr(mlp, "gate_up_proj"):
             linears = [mlp.gate_up_proj]
-            weights = [part for part in mlp.gate_up_proj.weight.detach().chunk(2)]
-            biases = [None, None] if mlp.gate_up_proj.bias is None else list(mlp.gate_up_proj.bias.detach().chunk(2))
+            weights = list(mlp.gate_up_proj.weight.detach().chunk(2))
+            both = mlp.gate_up_proj.bias
+            biases = [] if both is None else list(both.detach().chunk(2))
         else:
             linears = [mlp.gate_proj, mlp.up_proj]
             weights = [linear.weight.detach() for linear in linears]
-            biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+            biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         weight = _in_turns(weights)
-        bias = None if biases[0] is None else _in_turns([part.unsqueeze(-1) for part in biases]).view(-1)
+        bias = _in_turns([part.unsqueeze(-1) for part in biases]).view(-1) if biases else None
         matrix = NativeMatrix(self._library, [weight], [bias])
         self._kept.append(matrix)
         for linear in linears:

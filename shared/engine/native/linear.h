@@ -81,11 +81,13 @@ static inline void fetch(const bf16 *pairs) {
 template <int R> static void multiply(const Input *input, const bf16 *weight, int64_t num_pairs, float *tile) {
 #if defined(__AVX512BF16__)
     __m512 sums[R][2];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t j = 0; j < num_pairs; j++) {
         const bf16 *at = weight + j * PANEL * 2;
         fetch(at + AHEAD);
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(at), w1 = (__m512bh)_mm512_loadu_si512(at + PANEL);
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             int32_t pair;
             __builtin_memcpy(&pair, input + (j * R + r) * 2, 4);
@@ -94,14 +96,18 @@ template <int R> static void multiply(const Input *input, const bf16 *weight, in
             sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, w1);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int c = 0; c < 2; c++) _mm512_store_ps(tile + r * PANEL + c * 16, sums[r][c]);
 #else
     // Of few rows a whole panel at once, of more first one half and then the other: 12 accumulators at most.
     constexpr int COLUMNS = R <= 3 ? 4 : 2;
     for (int half = 0; half < 4; half += COLUMNS) {
         __m256 sums[R][COLUMNS];
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_setzero_ps();
         for (int64_t j = 0; j < num_pairs; j++) {
             const bf16 *pairs = weight + j * PANEL * 2;
@@ -110,18 +116,23 @@ template <int R> static void multiply(const Input *input, const bf16 *weight, in
             const float *x = input + j * R * 2;
             for (int odd = 0; odd < 2; odd++) {
                 __m256 w[COLUMNS];
+#pragma GCC unroll 16
                 for (int c = 0; c < COLUMNS; c++) {
                     __m256i pair = _mm256_loadu_si256(at + c);
                     pair = odd ? _mm256_and_si256(pair, _mm256_set1_epi32(int(0xffff0000))) : _mm256_slli_epi32(pair, 16);
                     w[c] = _mm256_castsi256_ps(pair);
                 }
+#pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
                     __m256 value = _mm256_broadcast_ss(x + r * 2 + odd);
+#pragma GCC unroll 16
                     for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_fmadd_ps(value, w[c], sums[r][c]);
                 }
             }
         }
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
             for (int c = 0; c < COLUMNS; c++) _mm256_store_ps(tile + r * PANEL + (half + c) * 8, sums[r][c]);
     }
 #endif

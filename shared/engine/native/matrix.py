@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class NativeMatrix:
     is computed with.
     """
 
-    def __init__(self, library: Library, weights: list[Tensor], biases: list[Tensor | None]) -> None:
+    def __init__(self, library: Library, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         """`weights` `[size, in_features]`, contiguous, in bf16 on the CPU; `biases` `[size]` of any type."""
         self._library = library
         self.sizes = [len(weight) for weight in weights]
@@ -57,4 +58,4 @@ class NativeMatrix:
             self._library.linear(
                 ctypes.byref(self.struct), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()
             )
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], self.struct.outputs)

@@ -32,7 +32,9 @@ class NativeStep:
         self.num_tokens = int(lengths.sum())
         self.num_positions = int((starts + lengths).max())
         self.batch = Batch(
-            len(starts), self.num_tokens, *(array.ctypes.data for array in self._kept[1:])  # type: ignore[attr-defined]
+            len(starts),
+            self.num_tokens,
+            *(array.ctypes.data for array in self._kept[1:]),
         )
         shape, stride = pool.shape, pool.data.stride()
         self.pool = Pool(

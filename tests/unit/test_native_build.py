@@ -1,0 +1,137 @@
+"""Compiling the kernels: once, where others cannot write, and with a clear word where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.native import build as build_module
+from shared.engine.native import library as library_module
+from shared.engine.native.build import CannotBuild, build, read_cpu_flags
+from shared.engine.native.library import Library, load_library
+from tests.support.models import DEMO_TARGET
+
+AVX2 = frozenset({"avx2", "fma"})
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build_module, "_BUILT", tmp_path / "built")
+    return tmp_path / "cache" / "outrider" / "native"
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "fake-c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# Says its version, and makes of each call a file with its arguments.
+RECORDS = 'case "$*" in *--version*) echo fake 1;; *) for last; do :; done; echo "$*" > "$last";; esac'
+
+
+def test_a_library_is_compiled_once_for_the_best_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    path = build(cpu_flags=AVX512)
+    assert path.parent == empty_cache
+    assert "-mavx512bf16" in path.read_text()
+    path.write_text("still here")
+    assert build(cpu_flags=AVX512).read_text() == "still here"
+    other = build(cpu_flags=AVX512 - {"avx512_bf16"})
+    assert "-mavx512" not in other.read_text()
+    assert "-mavx2" in other.read_text()
+    assert sorted(empty_cache.iterdir()) == sorted([path, other])  # and nothing half done
+
+
+def test_another_compiler_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    first = build(cpu_flags=AVX2)
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS.replace("fake 1", "fake 2")))
+    assert build(cpu_flags=AVX2) != first
+
+
+def test_a_compiler_too_old_for_the_best_compiles_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = f'case "$*" in *avx512*) echo "error: unrecognized option \'-mavx512bf16\'" >&2; exit 1;; esac\n{RECORDS}'
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, old))
+    assert "-avx2-" in build(cpu_flags=AVX512).name
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"),
+    [
+        ("no-such-compiler", "there is no C++ compiler"),
+        ("", "there is no C++ compiler"),
+        ("echo 'kernels.cpp:1: error: no' >&2; exit 1", "kernels.cpp:1: error: no"),
+    ],
+)
+def test_without_a_compiler_that_works_it_says_so(
+    compiler: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    if "exit" in compiler:
+        compiler = fake_compiler(tmp_path, compiler)
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(CannotBuild) as raised:
+        build(cpu_flags=AVX2)
+    assert says in str(raised.value)
+    assert not empty_cache.exists() or not list(empty_cache.iterdir())
+
+
+@pytest.mark.parametrize("flags", [frozenset(), frozenset({"avx2"}), AVX512 - {"fma"}])
+def test_a_cpu_without_avx2_has_no_kernels(flags: frozenset[str]) -> None:
+    with pytest.raises(CannotBuild, match="no AVX2"):
+        build(cpu_flags=flags)
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    empty_cache.mkdir(parents=True)
+    empty_cache.chmod(0o777)
+    with pytest.raises(CannotBuild, match="others may write"):
+        build(cpu_flags=AVX2)
+
+
+def test_what_was_compiled_ahead_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    ahead = build_module.build_ahead()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build(cpu_flags=AVX512) == ahead[0]
+    assert build(cpu_flags=AVX2) == ahead[1]
+
+
+def test_a_file_that_is_no_such_library_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.so"
+    path.write_text("not a library")
+    with pytest.raises(CannotBuild, match="cannot be loaded"):
+        Library(path)
+
+
+def test_without_kernels_torch_serves_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shared.engine.model import CausalLM
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(library_module, "build", lambda: build(cpu_flags=AVX2))
+    load_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            model = CausalLM.load(str(DEMO_TARGET), "cpu", "bfloat16")
+    finally:
+        load_library.cache_clear()
+    assert model.kernels is None
+    assert "no C++ compiler" in caplog.text
+
+
+def test_this_machines_flags_are_read() -> None:
+    flags = read_cpu_flags()
+    assert ("avx2" in flags) == (torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))

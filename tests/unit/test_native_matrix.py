@@ -1,0 +1,52 @@
+"""Products by kernels of our own: exact to bf16's rounding, and the same to the bit whatever they are computed with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.engine.native.matrix import NativeMatrix
+from tests.support.kernels import INSTRUCTION_SETS, kernels
+
+# One row's own, blocks of unequal length, more than one pass; odd and whole numbers of inputs and panels.
+ROWS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 25, 70)
+SHAPES = ((64, 32), (7, 1), (33, 95), (256, 200), (1, 40))
+
+
+def randn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_products_are_those_of_the_layers(instruction_set: str, shape: tuple[int, int]) -> None:
+    inputs, outputs = shape
+    first, second = nn.Linear(inputs, outputs).bfloat16(), nn.Linear(inputs, 5, bias=False).bfloat16()
+    matrix = NativeMatrix.of(kernels(instruction_set), [first, second])
+    assert matrix.sizes == [outputs, 5]
+    for rows in ROWS:
+        x = randn(rows, inputs)
+        exact = torch.cat([nn.functional.linear(x.double(), first.weight.double(), first.bias.double()),
+                           x.double() @ second.weight.double().T], dim=-1)  # fmt: skip
+        torch.testing.assert_close(matrix.product(x).double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_rows_product_does_not_depend_on_the_others(instruction_set: str) -> None:
+    matrix = NativeMatrix(kernels(instruction_set), [randn(90, 300)], [None])
+    x = randn(40, 300, seed=1)
+    alone = torch.cat([matrix.product(x[i : i + 1]) for i in range(len(x))])
+    for rows in (2, 5, 7, 12, 40):
+        assert torch.equal(matrix.product(x[:rows]), alone[:rows])
+    x[3] = torch.nan
+    assert torch.equal(matrix.product(x)[4:], alone[4:])
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_any_layout_of_inputs_and_none(instruction_set: str) -> None:
+    matrix = NativeMatrix(kernels(instruction_set), [randn(32, 16)], [None])
+    x = randn(16, 6).T
+    assert torch.equal(matrix.product(x), matrix.product(x.contiguous()))
+    assert matrix.product(x.reshape(2, 3, 16)).shape == (2, 3, 32)
+    assert matrix.product(randn(0, 16)).shape == (0, 32)
