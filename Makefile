@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-pools bench-overheads clean
+.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-steps bench-pools bench-overheads clean
 
 COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
 # What every target of the container stack begins with.
@@ -23,7 +23,7 @@ ENGINE = @docker info > /dev/null 2>&1 || { \
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'up, down, logs, test, simulate, chaos, bench and bench-pools pass ARGS on: make up ARGS="--scale decode=3"'
+	@echo 'up, down, logs, test, simulate, chaos and the benches pass ARGS on: make up ARGS="--scale decode=3"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
 
@@ -96,6 +96,9 @@ fuzz: setup ## Send a million malformed and hostile messages to every method.
 
 bench: setup ## Measure against transformers; prints two tables for each pair.
 	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+bench-steps: setup ## Measure what steps of both models take, beside what memory and arithmetic allow.
+	$(BIN)/python -m tests.benchmarks.steps $(ARGS)
 
 bench-pools: setup ## Measure pools, KV transfer, prefixes and routing, and what the simulator says of them.
 	$(BIN)/python -m tests.benchmarks.pools $(ARGS)

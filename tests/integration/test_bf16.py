@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -21,7 +22,7 @@ NUM_TOKENS = 150
 PROMPT_LENGTHS = (12, 60, 150, 600)
 NUM_PROMPTS = 12
 # Greedy, and seeded at a temperature that leaves near ties.
-SAMPLING = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
+SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

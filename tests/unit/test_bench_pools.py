@@ -30,7 +30,7 @@ from tests.benchmarks.pools.trace import Served, draw_prompts, outcomes_of
 from tests.benchmarks.pools.transfer import COPY, NUM_BLOCKS, RAW, Rate, TransferCosts, transfer_costs
 from tests.benchmarks.prompts import random_prompts
 
-MACHINE = Machine(cpu="Abacus", cores=2, python="3.12.0", torch="2.13.0", transformers="5.23.0", load_average=0.1)
+MACHINE = Machine("Abacus", "beads", cores=2, python="3.12.0", torch="2.13.0", transformers="5.23.0", load_average=0.1)
 # A step takes 20 ms, and 1 ms more for each token; a token of KV has 1,000 bytes.
 COSTS = ((1, 0.021), (512, 0.532), (2048, 2.068))
 INFO = worker_pb2.WorkerInfo(

@@ -16,7 +16,7 @@ from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, or
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import render, summarize, to_json
 
-MACHINE = Machine(cpu="Abacus", cores=2, python="3.12.0", torch="2.13.0", transformers="5.23.0", load_average=0.1)
+MACHINE = Machine("Abacus", "beads", cores=2, python="3.12.0", torch="2.13.0", transformers="5.23.0", load_average=0.1)
 
 
 def load(
@@ -216,7 +216,7 @@ def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
     ]
     assert not [line for line in lines if len(line) > 80 or "…" in line]
     assert "γ fixed at 1 to 8: 1000.0, 2000.0, 3000.0, " in screen.getvalue()
-    assert "Abacus, 2 cores" in screen.getvalue()
+    assert "Abacus (beads), 2 cores" in screen.getvalue()
 
     written = json.loads(json.dumps(to_json([measured], summaries, plan, MACHINE)))
     row = written["summaries"][0]["rows"][0]

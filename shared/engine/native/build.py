@@ -37,7 +37,7 @@ def build(folder: Path | None = None, cpu_flags: frozenset[str] | None = None) -
     `cpu_flags`: what the CPU can do; unset: asked of it. The compiler is `CXX`, or c++. Raises CannotBuild.
     """
     has = read_cpu_flags() if cpu_flags is None else cpu_flags
-    usable = [name for name, needed in _INSTRUCTION_SETS.items() if needed.keys() <= has]
+    usable = usable_instruction_sets(has)
     if not usable:
         raise CannotBuild("the CPU has no AVX2")
     if folder is None:
@@ -77,6 +77,11 @@ def build_ahead() -> list[Path]:
     for name, target in zip(_INSTRUCTION_SETS, targets, strict=True):
         _compile(command, name, target)
     return targets
+
+
+def usable_instruction_sets(cpu_flags: frozenset[str]) -> list[str]:
+    """Those that a CPU has which can do this, the best first."""
+    return [name for name, needed in _INSTRUCTION_SETS.items() if needed.keys() <= cpu_flags]
 
 
 def read_cpu_flags() -> frozenset[str]:

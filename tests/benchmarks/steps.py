@@ -1,0 +1,217 @@
+"""`make bench-steps`: what a step of each model takes, beside the least that memory and arithmetic allow.
+
+Bandwidth is measured beside every step, and each step is held against its own: it wanders by a third within a minute
+on machines that others share. Two threads, or as many as --num-threads says, and one model at a time.
+
+python -m tests.benchmarks.steps --pair synthetic --native auto off
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shared.engine.kv_pool import KVPool
+from shared.engine.model import CausalLM
+from shared.engine.native.library import load_library
+from shared.engine.native.matrix import NativeMatrix
+from shared.engine.runner import ModelRunner
+from shared.engine.self_test import self_test
+from shared.engine.settings import Native
+from shared.settings import StartupError
+from tests.benchmarks.machine import this_machine
+from tests.benchmarks.model_pair import PAIR_NAMES, load_pair
+
+_BLOCK_SIZE = 16
+# More than caches hold.
+_STREAMED_BYTES = 1 << 27
+# A product large enough for its arithmetic to be all that it takes.
+_PRODUCT = (512, 2048, 2048)
+# A size that takes longer than this is measured no more often than it must be.
+_SECONDS_EACH = 6.0
+_LEAST_TURNS = 3
+
+
+class Size(NamedTuple):
+    """`sequences` that each compute `queries` tokens behind `context` others."""
+
+    sequences: int
+    queries: int
+    context: int
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.queries
+
+    @property
+    def positions(self) -> int:
+        """Pairs of a query and a position that it sees."""
+        return self.sequences * sum(self.context + i + 1 for i in range(self.queries))
+
+    def __str__(self) -> str:
+        what = "decode" if self.queries == 1 else "verify" if self.queries <= 16 else "prompt"
+        return f"{self.sequences} × {what} {self.queries}" if self.queries > 1 else f"{self.sequences} × {what}"
+
+
+SIZES = (
+    Size(1, 1, 192),
+    Size(1, 5, 192),
+    Size(1, 9, 192),
+    Size(1, 1, 4000),
+    Size(8, 1, 192),
+    Size(32, 1, 192),
+    Size(64, 1, 192),
+    Size(1, 512, 0),
+)
+
+
+class Measured(NamedTuple):
+    """Medians over turns: seconds of a step, of its floor, and of the one over the other."""
+
+    seconds: float
+    floor: float
+    ratio: float
+
+
+class Model:
+    """A model ready to run steps, and what they cannot do without."""
+
+    def __init__(self, source: Path, native: Native) -> None:
+        """Raises StartupError."""
+        self.model = CausalLM.load(str(source), "cpu", "bfloat16", native)
+        matrices = {id(each): each for each in self.model._model.parameters() if each.dim() > 1}
+        whole: Any = self.model._model
+        embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+        if embedding.weight is not head.weight:
+            del matrices[id(embedding.weight)]  # read by the row
+        self._num_weights = sum(each.numel() for each in matrices.values())
+        self._num_head_weights: int = head.weight.numel()
+        num_blocks = max(size.sequences * -(-(size.context + size.queries) // _BLOCK_SIZE) for size in SIZES)
+        self._runner = ModelRunner(
+            self.model, KVPool(self.model.kv_shape, num_blocks, _BLOCK_SIZE, self.model.dtype, self.model.device)
+        )
+        self_test(self.model, self._runner)
+        self._runner.pool.data.normal_()
+
+    def fits(self, size: Size) -> bool:
+        return size.context + size.queries <= self.model.max_context
+
+    def run(self, size: Size) -> None:
+        num_blocks = -(-(size.context + size.queries) // _BLOCK_SIZE)
+        tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(size.sequences)]
+        # Of a prompt, the last position's logits are wanted; of what is verified, all.
+        rows = range(size.rows) if size.queries <= 16 else [size.rows - 1]
+        starts, lengths = [size.context] * size.sequences, [size.queries] * size.sequences
+        self._runner.run_packed([5] * size.rows, starts, lengths, tables, rows)
+
+    def num_bytes(self, size: Size) -> int:
+        """Weights once, and everybody's keys and values."""
+        shape = self.model.kv_shape
+        positions = size.sequences * (size.context + size.queries)
+        return 2 * self._num_weights + positions * shape.num_layers * self._runner.pool.position_bytes
+
+    def num_flops(self, size: Size) -> int:
+        shape = self.model.kv_shape
+        num_logits = size.rows if size.queries <= 16 else 1
+        products = 2 * (size.rows * (self._num_weights - self._num_head_weights) + num_logits * self._num_head_weights)
+        heads = self.model._attention[0].num_heads
+        return products + 4 * size.positions * heads * shape.head_dim * shape.num_layers
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def bandwidth(memory: torch.Tensor) -> float:
+    """Bytes a second of reading `memory` from end to end, the better of two."""
+    return memory.nbytes / min(_seconds(memory.sum) for _ in range(2))
+
+
+def peak_flops() -> float:
+    """Floating-point operations a second of a large product, in the best of the ways this machine has."""
+    rows, inputs, outputs = _PRODUCT
+    runs: list[Callable[[], object]] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+        runs.append(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight))  # type: ignore[misc]
+    if (library := load_library()) is not None:
+        matrix = NativeMatrix(library, [torch.randn(outputs, inputs).bfloat16()], [None])
+        narrow = torch.randn(rows, inputs).bfloat16()
+        runs.append(lambda: matrix.product(narrow))
+    return 2 * rows * inputs * outputs / min(_seconds(run) for run in runs for _ in range(3))
+
+
+def measure(model: Model, size: Size, turns: int) -> Measured:
+    memory = torch.ones(_STREAMED_BYTES // 4)
+    peak = peak_flops()
+    model.run(size)
+    found: list[Measured] = []
+    began = time.perf_counter()
+    while len(found) < turns and (len(found) < _LEAST_TURNS or time.perf_counter() - began < _SECONDS_EACH):
+        before = bandwidth(memory)
+        seconds = _seconds(lambda: model.run(size))
+        rate = max(before, bandwidth(memory))
+        floor = max(model.num_bytes(size) / rate, model.num_flops(size) / peak)
+        found.append(Measured(seconds, floor, seconds / floor))
+    return Measured(*(median(column) for column in zip(*found, strict=True)))
+
+
+def main() -> None:
+    """Exit status 1, with one line on stderr, if a model cannot be had."""
+    options = _parse_options()
+    torch.set_num_threads(options.num_threads)
+    pair = load_pair(options.pair)
+    table = Table(title=f"{options.pair} pair, bf16, {options.num_threads} threads: ms a step (over its floor)")
+    for heading in ("model", "step", "context", "floor", *(f"--native {native}" for native in options.native)):
+        table.add_column(heading, justify="left" if heading in ("model", "step") else "right")
+    with Console(stderr=True).status("") as status:
+        for name, source in (("target", pair.target), ("draft", pair.draft)):
+            columns: list[dict[Size, Measured]] = []
+            for native in options.native:
+                try:
+                    model = Model(source, native)
+                except StartupError as error:
+                    sys.exit(f"bench-steps: {error}")
+                columns.append({})
+                for size in filter(model.fits, SIZES):
+                    status.update(f"{name}, --native {native}: {size} behind {size.context}")
+                    columns[-1][size] = measure(model, size, options.turns)
+            for size in columns[0]:
+                cells = [column[size] for column in columns]
+                floor = min(cell.floor for cell in cells) * 1e3
+                shown = [f"{cell.seconds * 1e3:.1f} ({cell.ratio:.2f})" for cell in cells]
+                table.add_row(name, str(size), f"{size.context:,}", f"{floor:.1f}", *shown)
+    console = Console()
+    console.print(table)
+    console.print(str(this_machine()), highlight=False)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pair", choices=PAIR_NAMES, default="synthetic", help="Which models; default synthetic.")
+    parser.add_argument(
+        "--native", choices=("auto", "off"), nargs="+", default=["auto"], help="With which kernels; default auto."
+    )
+    parser.add_argument("--turns", type=int, default=9, help="Medians are over this many; default 9.")
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="Default: one a core.")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
