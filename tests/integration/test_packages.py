@@ -70,6 +70,13 @@ def test_the_server_needs_the_stubs_of_its_own_version(wheels: dict[str, Path]) 
     assert not {name for name in files(wheels["outrider"]) if name.startswith("outrider/") or "_pb2" in name}
 
 
+def test_the_server_brings_the_sources_of_its_kernels(wheels: dict[str, Path]) -> None:
+    folder = REPOSITORY / "shared" / "engine" / "native"
+    sources = {f"shared/engine/native/{path.name}" for path in folder.iterdir() if path.suffix in (".cpp", ".h")}
+    assert len(sources) > 1
+    assert sources <= files(wheels["outrider"])
+
+
 def test_a_client_needs_no_more_than_its_distribution(wheels: dict[str, Path], tmp_path: Path) -> None:
     zipfile.ZipFile(wheels["outrider_client"]).extractall(tmp_path)
     program = (

@@ -100,6 +100,25 @@ def test_a_cache_that_others_may_write_to_is_not_used(
         build(cpu_flags=AVX2)
 
 
+def test_a_user_without_a_home_has_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(CannotBuild, match="no home folder"):
+        build(cpu_flags=AVX2)
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CannotBuild, match="cannot be made: Not a directory"):
+        build(cpu_flags=AVX2)
+
+
 def test_what_was_compiled_ahead_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
     ahead = build_module.build_ahead()

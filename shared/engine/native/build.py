@@ -102,7 +102,10 @@ def _file_name(instruction_set: str, compiler: str) -> str:
 
 def _cache() -> Path:
     """The user's own folder for what can be made again. Raises CannotBuild if another could write to it."""
-    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "native"
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "native"
+    except RuntimeError as error:  # a user that the system does not know
+        raise CannotBuild("there is no home folder, and XDG_CACHE_HOME is unset") from error
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = place.stat()
