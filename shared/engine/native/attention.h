@@ -1,16 +1,17 @@
 // Attention over the paged pool itself: nothing is gathered or padded, so that a sequence costs what its own context
-// does. Keys and values are widened to float tile by tile; softmax goes along with a running maximum (Milakov and
-// Gimelshein 2018, as in FlashAttention). A context is taken in chunks that begin at fixed positions and are merged in
-// order, whoever computes them: a query's result is the same to the bit whatever it is computed beside.
+// does. Tile by tile, keys and values are laid out as panels, and both products are those of panels. A context is taken
+// in chunks that begin at fixed positions and are merged in order by their maxima (Milakov and Gimelshein 2018, as in
+// FlashAttention), whoever computes them: a query's result is the same to the bit whatever it is computed beside.
 #pragma once
 
 #include <atomic>
+#include <omp.h>
 #include <vector>
 
-#include "simd.h"
+#include "panel.h"
 
-// Positions of a tile, of a chunk, and the rows (queries times the heads that share a KV head) that a task should have.
-constexpr int TILE = 64;
+// Positions of a tile, of a chunk, and the rows (queries times heads) that a task should have.
+constexpr int TILE = PANEL;
 constexpr int64_t CHUNK = 512;
 constexpr int64_t TASK_ROWS = 48;
 // With fewer tasks than this to a thread, the chunks of a context become tasks of their own.
@@ -39,67 +40,26 @@ struct Attention {
     const float *sinks;
 };
 
-// c[r][0, width) += a[r][0, depth) * b[0, depth)[0, width), for R rows; width counts vectors, 1 or 2 at a time.
-template <int R, int W>
-static inline void accumulate(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
-                              int64_t c_stride, int64_t depth) {
-    Floats sums[R][W];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int w = 0; w < W; w++) sums[r][w] = load(c + r * c_stride + w * LANES);
-    for (int64_t k = 0; k < depth; k++) {
-        Floats row[W];
-#pragma GCC unroll 16
-        for (int w = 0; w < W; w++) row[w] = load(b + k * b_stride + w * LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-            for (int w = 0; w < W; w++) sums[r][w] += a[r * a_stride + k] * row[w];
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int w = 0; w < W; w++) store(c + r * c_stride + w * LANES, sums[r][w]);
-}
-
-template <int W>
-static inline void accumulate_rows(int rows, const float *a, int64_t a_stride, const float *b, int64_t b_stride,
-                                   float *c, int64_t c_stride, int64_t depth) {
-    for (; rows >= 4; rows -= 4, a += 4 * a_stride, c += 4 * c_stride)
-        accumulate<4, W>(a, a_stride, b, b_stride, c, c_stride, depth);
-    if (rows & 2) accumulate<2, W>(a, a_stride, b, b_stride, c, c_stride, depth), a += 2 * a_stride, c += 2 * c_stride;
-    if (rows & 1) accumulate<1, W>(a, a_stride, b, b_stride, c, c_stride, depth);
-}
-
-// As above for any number of rows; `width` numbers, a multiple of LANES.
-static inline void accumulate_all(int rows, const float *a, int64_t a_stride, const float *b, int64_t b_stride,
-                                  float *c, int64_t c_stride, int64_t depth, int width) {
-    int w = 0;
-    for (; w + 2 * LANES <= width; w += 2 * LANES)
-        accumulate_rows<2>(rows, a, a_stride, b + w, b_stride, c + w, c_stride, depth);
-    if (w < width) accumulate_rows<1>(rows, a, a_stride, b + w, b_stride, c + w, c_stride, depth);
-}
-
 template <class T> static inline void grow(std::vector<T> &memory, int64_t size) {
     if (int64_t(memory.size()) < size) memory.resize(size);
 }
 
 static inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-static inline __m256 load8(const float *from) { return _mm256_loadu_ps(from); }
-
-static inline __m256 load8(const bf16 *from) {
-    __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+// A unit of a panel, 4 bytes, from inputs side by side: keys along their own numbers, values along positions.
+static inline uint32_t unit_of(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
 }
+static inline uint32_t unit_of(bf16 first, bf16 second) { return first | uint32_t(second) << 16; }
 
-// 8 positions' keys, `stride` apart, to columns: to[d * TILE + 0..7].
-template <class T> static inline void turn8(const T *keys, int64_t stride, int dim, float *to) {
-    int d = 0;
-    for (; d + 8 <= dim; d += 8) {
+// 8 positions' keys, `stride` apart, to columns of a panel: to[u * PANEL + 0..7] are their units u.
+template <class T> static inline void turn8(const T *keys, int64_t stride, int dim, uint32_t *to) {
+    int u = 0;
+    for (; (u + 8) * UNIT<T> <= dim; u += 8) {
         __m256 a[8], b[8];
-        for (int i = 0; i < 8; i++) a[i] = load8(keys + i * stride + d);
+        for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(reinterpret_cast<const float *>(keys + i * stride + u * UNIT<T>));
         for (int i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
             b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
@@ -109,13 +69,18 @@ template <class T> static inline void turn8(const T *keys, int64_t stride, int d
                 a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + 2 + j], 0x44);
                 a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + 2 + j], 0xee);
             }
+        float *columns = reinterpret_cast<float *>(to + u * PANEL);
         for (int i = 0; i < 4; i++) {
-            _mm256_storeu_ps(to + (d + i) * TILE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-            _mm256_storeu_ps(to + (d + 4 + i) * TILE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+            _mm256_storeu_ps(columns + i * PANEL, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+            _mm256_storeu_ps(columns + (4 + i) * PANEL, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
         }
     }
-    for (; d < dim; d++)
-        for (int i = 0; i < 8; i++) to[d * TILE + i] = to_float(keys[i * stride + d]);
+    for (; u * UNIT<T> < dim; u++)
+        for (int i = 0; i < 8; i++) {
+            const T *at = keys + i * stride + u * UNIT<T>;
+            if constexpr (UNIT<T> == 1) to[u * PANEL + i] = unit_of(*at);
+            else to[u * PANEL + i] = unit_of(at[0], (u + 1) * UNIT<T> <= dim ? at[1] : 0);
+        }
 }
 
 // What some rows have seen so far: the largest score, the sum of e^(score - largest), and the values weighted so.
@@ -123,14 +88,19 @@ struct Seen {
     float *largest, *total, *values;  // [rows], [rows], [rows, width]
 
     Seen(float *memory, int64_t rows) : largest(memory), total(memory + rows), values(memory + 2 * rows) {}
+    Seen(Seen all, int64_t row, int width)
+        : largest(all.largest + row), total(all.total + row), values(all.values + row * width) {}
     static int64_t size(int64_t rows, int width) { return rows * (width + 2); }
 };
 
-// The queries from `first_query` to `last_query` - 1 of a sequence, for the heads that share `kv_head`, over some
-// chunks of the context.
+// The queries from `first_query` to `last_query` - 1 of a sequence, for the heads that share some KV heads, over some
+// chunks of the context. Its rows are those of the first KV head, query by query, then those of the next.
 struct Task {
-    int64_t sequence, first_query, last_query, kv_head, first_chunk, last_chunk;
+    int64_t sequence, first_query, last_query, first_head, last_head, first_chunk, last_chunk;
     int64_t whole;  // index of the `Split` it is a part of; -1: it is none
+
+    int rows_each(int fold) const { return int(last_query - first_query) * fold; }
+    int rows(int fold) const { return rows_each(fold) * int(last_head - first_head); }
 };
 
 // A task whose chunks are tasks of their own: who ends last merges what they saw, kept from `memory` on.
@@ -143,16 +113,25 @@ struct Split {
     Split(const Split &other) : Split(other.first_task, other.num_tasks, other.memory) {}
 };
 
-// Memory of one thread, kept from call to call.
-struct TileMemory {
-    std::vector<float> queries, keys, values, scores, seen, chunk;
+// Memory of one thread, kept from call to call. Of a tile, its keys are one panel, its values panels of 32 numbers each.
+template <class T> struct TileMemory {
+    using Row = typename Multiplied<T>::Type;
+    std::vector<Row> queries, weights;
+    std::vector<uint32_t> keys, values;
+    std::vector<float> scores, seen, chunk;
+    int64_t query_stride = 0;
+
+    static constexpr int64_t VALUE_PANEL = TILE / UNIT<T> * PANEL;
+    static constexpr int64_t SCORE_STRIDE = CHUNK + 16, WEIGHT_STRIDE = CHUNK + 64 / sizeof(Row);
 
     static TileMemory &of_thread(int64_t rows, int key_dim, int width) {
         static thread_local TileMemory memory;
-        grow(memory.queries, rows * key_dim);
-        grow(memory.keys, int64_t(key_dim) * TILE);
-        grow(memory.values, int64_t(TILE) * width);
-        grow(memory.scores, rows * TILE);
+        memory.query_stride = row_stride<Row>(key_dim);
+        grow(memory.queries, rows * memory.query_stride);
+        grow(memory.weights, rows * WEIGHT_STRIDE);
+        grow(memory.keys, num_units<T>(key_dim) * PANEL);
+        grow(memory.values, width / PANEL * VALUE_PANEL);
+        grow(memory.scores, rows * SCORE_STRIDE);
         grow(memory.seen, Seen::size(rows, width));
         grow(memory.chunk, Seen::size(rows, width));
         return memory;
@@ -187,98 +166,164 @@ static inline const T *key_at(const Pool &pool, const T *layer, const int64_t *t
            position % pool.block_size * pool.position_stride + head * pool.head_stride;
 }
 
-// Asks memory for the keys and values of 8 positions, the first of them `at`.
-template <class T> static inline void fetch8(const Pool &pool, const T *at) {
+// Positions `first` to `last` of a sequence, whose blocks are `table`.
+struct Stretch {
+    const int64_t *table;
+    int64_t first, last;
+};
+
+// Keys or values of one KV head that will be looked at next.
+struct Next {
+    Stretch stretch;
+    int64_t kv_head;
+    bool values;
+};
+
+// Asks memory for those of positions `i` to `i + 7` of them, if there are so many, to be in the second cache: in the
+// first, heads drive one another out.
+template <class T> __attribute__((always_inline)) static inline void fetch8(const Pool &pool, const T *layer, const Next &next, int i) {
+    if (next.stretch.first + i > next.stretch.last) return;
+    const T *at = key_at(pool, layer, next.stretch.table, next.stretch.first + i, next.kv_head);
+    if (next.values) at += pool.value_offset;
     constexpr int LINE = 64 / sizeof(T);
-    for (int i = 0; i < 8; i++, at += pool.position_stride)
-        for (int d = 0; d < pool.key_dim; d += LINE) {
-            _mm_prefetch(at + d, _MM_HINT_T0);
-            _mm_prefetch(at + pool.value_offset + d, _MM_HINT_T0);
-        }
+    for (int j = 0; j < 8; j++, at += pool.position_stride)
+        for (int d = 0; d < pool.key_dim; d += LINE) _mm_prefetch(at + d, _MM_HINT_T1);
 }
 
-// Keys (turned) and values of positions `first` to `first + count - 1`, of which the first is one of a tile's.
-// `last_position`: the last that will be asked for, as those of the next tile are fetched along with these.
-template <class T>
-static void load_tile(const Pool &pool, const T *layer, const int64_t *table, int64_t kv_head, int64_t first, int count,
-                      int64_t last_position, TileMemory &memory, int width) {
-    for (int i = 0; i < count; i += 8) {
-        const T *at = key_at(pool, layer, table, first + i, kv_head);
-        if (first + i + TILE <= last_position) fetch8(pool, key_at(pool, layer, table, first + i + TILE, kv_head));
-        turn8(at, pool.position_stride, pool.key_dim, memory.keys.data() + i);
-        for (int j = 0; j < 8 && i + j < count; j++) {
-            const T *value = at + pool.value_offset + j * pool.position_stride;
-            float *to = memory.values.data() + (i + j) * width;
-            int d = 0;
-            for (; d + LANES <= pool.value_dim; d += LANES) store(to + d, load(value + d));
-            for (; d < width; d++) to[d] = d < pool.value_dim ? to_float(value[d]) : 0.0f;
-        }
+// One unit of values, of as many positions as that has, to its row in every panel of `width` numbers.
+static inline void take_values(const bf16 *first, const bf16 *second, int dim, int width, uint32_t *to, int64_t panel) {
+    for (int d = 0; d < width; d += PANEL, to += panel) {
+        int n = dim - d < PANEL ? dim - d : PANEL;
+        for (int i = 0; i < n; i++) to[i] = unit_of(first[d + i], second ? second[d + i] : 0);
+        for (int i = n; i < PANEL; i++) to[i] = 0;
+    }
+}
+static inline void take_values(const float *first, const float *, int dim, int width, uint32_t *to, int64_t panel) {
+    for (int d = 0; d < width; d += PANEL, to += panel) {
+        int n = dim - d < PANEL ? dim - d : PANEL;
+        __builtin_memcpy(to, first + d, n * sizeof(float));
+        for (int i = n; i < PANEL; i++) to[i] = 0;
     }
 }
 
-// Takes one tile's positions into what the rows have seen. Row r is query r / fold.
-static void take_tile(const Attention &how, const Pool &pool, int rows, int fold, int64_t first_position, int64_t first,
-                      int count, TileMemory &memory, Seen seen, int width) {
-    float *scores = memory.scores.data();
-    for (int i = 0; i < rows * TILE; i++) scores[i] = 0;
-    accumulate_all(rows, memory.queries.data(), pool.key_dim, memory.keys.data(), TILE, scores, TILE, pool.key_dim,
-                   round_up(count, LANES));
+// What of its sequence a task looks at, from the first position of its first tile on.
+static inline Stretch stretch_of(const Attention &how, const Batch &batch, const Task &task) {
+    int64_t position = batch.starts[task.sequence] + task.first_query;
+    int64_t first = how.window && position >= how.window ? (position - how.window + 1) / TILE * TILE : 0;
+    int64_t last = batch.starts[task.sequence] + task.last_query - 1;
+    return {batch.tables + batch.first_blocks[task.sequence],
+            first > task.first_chunk * CHUNK ? first : task.first_chunk * CHUNK,
+            last < task.last_chunk * CHUNK ? last : task.last_chunk * CHUNK - 1};
+}
+
+// What `rows` rows of one KV head see of a chunk, of which they look at `stretch`. Row r is query r / fold, the first of
+// them at `first_position`. `following`: what is looked at after this chunk's values.
+template <class T>
+static void attend_chunk(const Attention &how, const Pool &pool, const T *layer, Stretch stretch, int64_t kv_head,
+                         int rows, int fold, int64_t first_position, const typename TileMemory<T>::Row *queries,
+                         Next following, TileMemory<T> &memory, Seen seen, int width) {
+    using Memory = TileMemory<T>;
+    int count = int(stretch.last + 1 - stretch.first);
+    RowBlocks blocks(rows);
+    auto next_of = [&](int first, bool values) -> Next {
+        if (first + TILE < count) return {{stretch.table, stretch.first + first + TILE, stretch.last}, kv_head, values};
+        return values ? following : Next{stretch, kv_head, true};
+    };
+
+    for (int first = 0; first < count; first += TILE) {
+        Next next = next_of(first, false);
+        for (int i = 0; i < TILE; i += 8) {
+            fetch8(pool, layer, next, i);
+            if (first + i < count)
+                turn8(key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head), pool.position_stride,
+                      pool.key_dim, memory.keys.data() + i);
+        }
+        for (int64_t b = 0; b < blocks.count; b++)
+            multiply<FROM_CACHE>(blocks.first(b + 1) - blocks.first(b),
+                                 queries + blocks.first(b) * memory.query_stride, memory.query_stride,
+                                 reinterpret_cast<const T *>(memory.keys.data()), num_units<T>(pool.key_dim),
+                                 memory.scores.data() + blocks.first(b) * Memory::SCORE_STRIDE + first,
+                                 Memory::SCORE_STRIDE);
+    }
+
     for (int r = 0; r < rows; r++) {
-        float *row = scores + r * TILE;
+        float *scores = memory.scores.data() + r * Memory::SCORE_STRIDE;
+        auto *weights = memory.weights.data() + r * Memory::WEIGHT_STRIDE;
         int64_t position = first_position + r / fold;
-        // Of the tile, this row sees columns [from, to).
-        int64_t to = position - first + 1, from = how.window ? position - how.window + 1 - first : 0;
+        // Of the stretch, this row sees columns [from, to).
+        int64_t to = position - stretch.first + 1, from = how.window ? to - how.window : 0;
         to = to > count ? count : to < 0 ? 0 : to;
         from = from < 0 ? 0 : from > to ? to : from;
-        Floats highest = broadcast(-INFINITE);
+        Floats highest = broadcast(-INFINITE), total{};
         for (int c = 0; c < count; c += LANES) {
-            Floats score = load(row + c) * how.scale;
+            Floats score = load(scores + c) * how.scale;
             if (how.softcap != 0) score = tanh(score / how.softcap) * how.softcap;
             if (c < from || c + LANES > to)
                 for (int i = 0; i < LANES; i++)
                     if (c + i < from || c + i >= to) score[i] = -INFINITE;
-            store(row + c, score);
+            store(scores + c, score);
             highest = max(score, highest);
         }
-        float old = seen.largest[r], now = largest(highest);
-        now = now > old ? now : old;
-        if (now == -INFINITE) now = 0;  // it has seen nothing yet
-        float shrink = old == -INFINITE ? 0.0f : exp(broadcast(old - now))[0];
-        Floats total{};
+        seen.largest[r] = largest(highest);
         for (int c = 0; c < count; c += LANES) {
-            Floats score = load(row + c);
-            Floats weight = score == -INFINITE ? Floats{} : exp(score - now);
-            store(row + c, weight);
+            Floats score = load(scores + c);
+            Floats weight = score == -INFINITE ? Floats{} : exp(score - seen.largest[r]);
+            store(weights + c, weight);
             total += weight;
         }
-        if (from == to) continue;
-        seen.largest[r] = now;
-        seen.total[r] = seen.total[r] * shrink + sum(total);
-        if (shrink != 1.0f)
-            for (int w = 0; w < width; w += LANES) store(seen.values + r * width + w, load(seen.values + r * width + w) * shrink);
+        seen.total[r] = sum(total);
     }
-    accumulate_all(rows, scores, TILE, memory.values.data(), width, seen.values, width, count, width);
+
+    for (int i = 0; i < rows * width; i++) seen.values[i] = 0;
+    for (int first = 0; first < count; first += TILE) {
+        Next next = next_of(first, true);
+        int n = count - first < TILE ? count - first : TILE;
+        for (int i = 0; i < TILE; i += 8) {
+            fetch8(pool, layer, next, i);
+            if (i >= n) continue;
+            const T *value = key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head) + pool.value_offset;
+            for (int j = i; j < i + 8 && j < n; j += UNIT<T>, value += UNIT<T> * pool.position_stride)
+                take_values(value, j + 1 < n ? value + pool.position_stride : nullptr, pool.value_dim, width,
+                            memory.values.data() + j / UNIT<T> * PANEL, Memory::VALUE_PANEL);
+        }
+        for (int64_t b = 0; b < blocks.count; b++)
+            for (int w = 0; w < width; w += PANEL) {
+                alignas(64) float tile[MOST_ROWS * PANEL];
+                multiply<FROM_CACHE>(blocks.first(b + 1) - blocks.first(b),
+                                     memory.weights.data() + blocks.first(b) * Memory::WEIGHT_STRIDE + first,
+                                     Memory::WEIGHT_STRIDE,
+                                     reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),
+                                     num_units<T>(n), tile, PANEL);
+                for (int64_t r = blocks.first(b); r < blocks.first(b + 1); r++)
+                    for (int i = 0; i < PANEL; i += LANES) {
+                        float *place = seen.values + r * width + w + i;
+                        store(place, load(place) + load(tile + (r - blocks.first(b)) * PANEL + i));
+                    }
+            }
+    }
 }
 
-// All of a task's chunks into `seen`.
+// All of a task's chunks into `seen`. `following`: what is looked at after it.
 template <class T>
 static void attend_chunks(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
-                          int rows, int fold, TileMemory &memory, Seen seen, int width) {
+                          Next following, int fold, TileMemory<T> &memory, Seen seen, int width) {
     int64_t first_position = batch.starts[task.sequence] + task.first_query;
-    int64_t last_position = batch.starts[task.sequence] + task.last_query - 1;
-    int64_t reached = how.window && first_position >= how.window ? first_position - how.window + 1 : 0;
-    const int64_t *table = batch.tables + batch.first_blocks[task.sequence];
+    int rows = task.rows(fold), each = task.rows_each(fold);
+    Stretch whole = stretch_of(how, batch, task), stretch = whole;
     begin(seen, rows, width);
     for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; chunk++) {
+        stretch.last = whole.last < (chunk + 1) * CHUNK ? whole.last : (chunk + 1) * CHUNK - 1;
         Seen fresh(memory.chunk.data(), rows);
-        begin(fresh, rows, width);
-        for (int64_t first = chunk * CHUNK; first < (chunk + 1) * CHUNK && first <= last_position; first += TILE) {
-            if (first + TILE <= reached) continue;
-            int count = int(last_position + 1 - first < TILE ? last_position + 1 - first : TILE);
-            load_tile(pool, layer, table, task.kv_head, first, count, last_position, memory, width);
-            take_tile(how, pool, rows, fold, first_position, first, count, memory, fresh, width);
+        for (int64_t h = task.first_head; h < task.last_head; h++) {
+            Next next = following;
+            if (h + 1 < task.last_head) next = {stretch, h + 1, false};
+            else if (chunk + 1 < task.last_chunk) next = {{whole.table, stretch.last + 1, whole.last}, task.first_head, false};
+            int64_t row = (h - task.first_head) * each;
+            attend_chunk(how, pool, layer, stretch, h, each, fold, first_position,
+                         memory.queries.data() + row * memory.query_stride, next, memory, Seen(fresh, row, width), width);
         }
         merge(seen, fresh, rows, width);
+        stretch.first = stretch.last + 1;
     }
 }
 
@@ -289,43 +334,51 @@ struct Plan {
     int64_t most_rows = 0, partial_size = 0;
 
     Plan(const Pool &pool, const Batch &batch, int num_heads, int window, int64_t num_threads) {
-        int64_t fold = num_heads / pool.num_kv_heads;
+        int64_t fold = num_heads / pool.num_kv_heads, all = pool.num_kv_heads;
         int64_t queries = TASK_ROWS > fold ? TASK_ROWS / fold : 1;
-        int width = round_up(pool.value_dim, LANES);
+        int width = round_up(pool.value_dim, PANEL);
         std::vector<Task> whole;
+        int64_t num_chunks = 0;
         for (int64_t s = 0; s < batch.num_sequences; s++)
-            for (int64_t q = 0; q < batch.lengths[s]; q += queries)
-                for (int64_t h = 0; h < pool.num_kv_heads; h++) {
-                    int64_t last = q + queries < batch.lengths[s] ? q + queries : batch.lengths[s];
-                    int64_t first_seen = window ? batch.starts[s] + q - window + 1 : 0;
-                    first_seen = first_seen > 0 ? first_seen : 0;
-                    int64_t chunks = (batch.starts[s] + last - 1) / CHUNK + 1;
-                    whole.push_back({s, q, last, h, first_seen / CHUNK, chunks, -1});
-                    most_rows = (last - q) * fold > most_rows ? (last - q) * fold : most_rows;
-                }
-        bool splits_up = int64_t(whole.size()) < num_threads * TASKS_PER_THREAD;
-        for (const Task &task : whole) {
-            int64_t n = task.last_chunk - task.first_chunk;
-            if (!splits_up || n == 1) {
-                tasks.push_back(task);
-                continue;
+            for (int64_t q = 0; q < batch.lengths[s]; q += queries) {
+                int64_t last = q + queries < batch.lengths[s] ? q + queries : batch.lengths[s];
+                int64_t first_seen = window ? batch.starts[s] + q - window + 1 : 0;
+                first_seen = first_seen > 0 ? first_seen : 0;
+                int64_t chunks = (batch.starts[s] + last - 1) / CHUNK + 1;
+                whole.push_back({s, q, last, 0, all, first_seen / CHUNK, chunks, -1});
+                num_chunks += chunks - first_seen / CHUNK;
             }
-            splits.emplace_back(int64_t(tasks.size()), n, partial_size);
-            partial_size += n * Seen::size((task.last_query - task.first_query) * fold, width);
-            for (int64_t c = task.first_chunk; c < task.last_chunk; c++) {
-                tasks.push_back(task);
-                tasks.back().first_chunk = c, tasks.back().last_chunk = c + 1;
-                tasks.back().whole = int64_t(splits.size()) - 1;
+        int64_t enough = num_threads * TASKS_PER_THREAD;
+        bool by_chunk = int64_t(whole.size()) < enough, by_head = by_chunk && num_chunks < enough;
+        for (Task task : whole) {
+            int64_t heads = by_head || task.rows(fold) > TASK_ROWS ? 1 : all;
+            for (task.first_head = 0; task.first_head < all; task.first_head += heads) {
+                task.last_head = task.first_head + heads;
+                add(task, by_chunk, fold, width);
             }
+        }
+    }
+
+private:
+    void add(Task task, bool by_chunk, int64_t fold, int width) {
+        most_rows = task.rows(fold) > most_rows ? task.rows(fold) : most_rows;
+        int64_t n = task.last_chunk - task.first_chunk;
+        if (!by_chunk || n == 1) {
+            tasks.push_back(task);
+            return;
+        }
+        splits.emplace_back(int64_t(tasks.size()), n, partial_size);
+        partial_size += n * Seen::size(task.rows(fold), width);
+        task.whole = int64_t(splits.size()) - 1;
+        for (int64_t c = task.first_chunk, end = task.last_chunk; c < end; c++) {
+            task.first_chunk = c, task.last_chunk = c + 1;
+            tasks.push_back(task);
         }
     }
 };
 
 // Not-a-numbers become 0, as blocks are reused, and so do infinities.
 static inline float finite(float x) { return x - x == 0 ? x : 0.0f; }
-
-static inline void store_rounded(bf16 *to, float x) { *to = to_bf16(x); }
-static inline void store_rounded(float *to, float x) { *to = x; }
 
 // Writes one token's key or value of one head into the pool.
 template <class T, class From>
@@ -343,17 +396,26 @@ static inline void write_kv(const Pool &pool, int layer, const int64_t *table, i
 template <class T, class Query, class Finish>
 static void attend(const Attention &how, const Pool &pool, int layer, const Batch &batch, Plan &plan,
                    std::vector<float> &partial, Query query, Finish finish) {
-    int fold = how.num_heads / pool.num_kv_heads, width = round_up(pool.value_dim, LANES);
+    int fold = how.num_heads / pool.num_kv_heads, width = round_up(pool.value_dim, PANEL);
     const T *data = static_cast<const T *>(pool.data) + layer * pool.layer_stride;
-    TileMemory &memory = TileMemory::of_thread(plan.most_rows, pool.key_dim, width);
+    TileMemory<T> &memory = TileMemory<T>::of_thread(plan.most_rows, pool.key_dim, width);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < plan.tasks.size(); i++) {
         const Task &task = plan.tasks[i];
-        int rows = int(task.last_query - task.first_query) * fold;
+        int rows = task.rows(fold), each = task.rows_each(fold);
+        // Threads take turns, more or less.
+        size_t following = i + omp_get_num_threads();
+        Next next = {{nullptr, 0, -1}, 0, false};
+        if (following < plan.tasks.size())
+            next = {stretch_of(how, batch, plan.tasks[following]), plan.tasks[following].first_head, false};
         int64_t first_token = batch.first_tokens[task.sequence] + task.first_query;
+        auto token_of = [&](int row) { return first_token + row % each / fold; };
+        auto head_of = [&](int row) { return (task.first_head + row / each) * fold + row % fold; };
         for (int r = 0; r < rows; r++) {
-            auto *from = query(first_token + r / fold, task.kv_head * fold + r % fold);
-            for (int d = 0; d < pool.key_dim; d++) memory.queries[r * pool.key_dim + d] = to_float(from[d]);
+            auto *from = query(token_of(r), head_of(r));
+            auto *to = memory.queries.data() + r * memory.query_stride;
+            for (int d = 0; d < pool.key_dim; d++) store_rounded(to + d, to_float(from[d]));
+            if (pool.key_dim % UNIT<T>) to[pool.key_dim] = 0;
         }
         Seen seen(memory.seen.data(), rows);
         if (task.whole >= 0) {
@@ -361,21 +423,20 @@ static void attend(const Attention &how, const Pool &pool, int layer, const Batc
             int64_t size = Seen::size(rows, width);
             float *kept = partial.data() + split.memory;
             Seen own(kept + (int64_t(i) - split.first_task) * size, rows);
-            attend_chunks(how, pool, data, batch, task, rows, fold, memory, own, width);
+            attend_chunks(how, pool, data, batch, task, next, fold, memory, own, width);
             if (split.num_left.fetch_sub(1) > 1) continue;
             split.num_left = split.num_tasks;  // for the next layer
             begin(seen, rows, width);
             for (int64_t n = 0; n < split.num_tasks; n++) merge(seen, Seen(kept + n * size, rows), rows, width);
         } else {
-            attend_chunks(how, pool, data, batch, task, rows, fold, memory, seen, width);
+            attend_chunks(how, pool, data, batch, task, next, fold, memory, seen, width);
         }
         for (int r = 0; r < rows; r++) {
-            int64_t head = task.kv_head * fold + r % fold;
             float total = seen.total[r];
-            if (how.sinks) total += exp(broadcast(how.sinks[head] - seen.largest[r]))[0];
+            if (how.sinks) total += exp(broadcast(how.sinks[head_of(r)] - seen.largest[r]))[0];
             float *values = seen.values + r * width, share = 1.0f / total;
             for (int d = 0; d < width; d += LANES) store(values + d, load(values + d) * share);
-            finish(first_token + r / fold, head, values);
+            finish(token_of(r), head_of(r), values);
         }
     }
 }

@@ -68,21 +68,21 @@ struct Activations {
 
 // Called by every thread of a team. Rows of `stream`, normalised, into `input`.
 static inline void normalise_rows(const float *stream, const float *norm, int64_t hidden, float eps, int64_t num_rows,
-                                  const int64_t *rows, Input *input) {
-    RowBlocks blocks(num_rows);
+                                  const int64_t *rows, Inputs inputs) {
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < num_rows; r++) {
         const float *x = stream + (rows ? rows[r] : r) * hidden;
         float scale = rms_scale(x, hidden, eps);
-        PackedRow(input, blocks, r, hidden).put_all(hidden, [&](int64_t k) { return x[k] * scale * norm[k]; });
+        Input *to = inputs.row(r);
+        for (int64_t k = 0; k < hidden; k++) store_rounded(to + k, x[k] * scale * norm[k]);
     }
 }
 
 // Called by every thread of a team. stream += product, through a norm if there is one.
-static inline void add_product(const Matrix &matrix, const Input *input, const float *norm, float eps, int64_t num_rows,
+static inline void add_product(const Matrix &matrix, Inputs inputs, const float *norm, float eps, int64_t num_rows,
                                float *out, float *stream) {
     int64_t hidden = matrix.out;
-    linear(matrix, input, num_rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+    linear(matrix, inputs, num_rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         float *to = (norm ? out : stream) + row * hidden + column;
         for (int64_t i = 0; i < n; i++) to[i] = norm ? values[i] : to[i] + values[i];
     });
@@ -116,9 +116,10 @@ static void run_layer(const Decoder &model, int index, const Pool &pool, const B
     int64_t num_tokens = batch.num_tokens, hidden = model.hidden, num_heads = model.num_heads, dim = model.head_dim;
     int64_t kv_heads = pool.num_kv_heads, qkv_width = (num_heads + 2 * kv_heads) * dim;
     float *qkv = a.qkv.data(), *stream = a.stream.data();
+    Inputs input(a.input.data(), hidden), attended(a.wide_input.data(), num_heads * dim), gated(a.wide_input.data(), model.mlp);
 
-    normalise_rows(stream, layer.attention_norm, hidden, model.norm_eps, num_tokens, nullptr, a.input.data());
-    linear(layer.qkv, a.input.data(), num_tokens, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+    normalise_rows(stream, layer.attention_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
+    linear(layer.qkv, input, num_tokens, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         __builtin_memcpy(qkv + row * qkv_width + column, values, n * sizeof(float));
     });
 #pragma omp for schedule(static)
@@ -133,26 +134,22 @@ static void run_layer(const Decoder &model, int index, const Pool &pool, const B
             write_kv<T>(pool, index, table, position, h, true, values + h * dim);
         }
     }
-    RowBlocks blocks(num_tokens);
     attend<T>(
         layer.attention, pool, index, batch, plan, a.partial,
         [&](int64_t token, int64_t head) { return qkv + token * qkv_width + head * dim; },
         [&](int64_t token, int64_t head, const float *values) {
-            PackedRow row(a.wide_input.data(), blocks, token, num_heads * dim);
-            for (int64_t d = 0; d < dim; d += 2) row.put((head * dim + d) / 2, values[d], values[d + 1]);
+            Input *to = attended.row(token) + head * dim;
+            for (int64_t d = 0; d < dim; d++) store_rounded(to + d, values[d]);
         });
-    add_product(layer.attention_out, a.wide_input.data(), layer.attention_out_norm, model.norm_eps, num_tokens,
+    add_product(layer.attention_out, attended, layer.attention_out_norm, model.norm_eps, num_tokens,
                 a.out.data(), stream);
 
-    normalise_rows(stream, layer.mlp_norm, hidden, model.norm_eps, num_tokens, nullptr, a.input.data());
+    normalise_rows(stream, layer.mlp_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
     constexpr int HALF = PANEL / 2;
-    linear(layer.gate_up, a.input.data(), num_tokens, [&](int64_t row, int64_t column, int64_t, float *values) {
+    linear(layer.gate_up, input, num_tokens, [&](int64_t row, int64_t column, int64_t, const float *values) {
+        // What is no gate's gives 0, and rows have room for it.
         for (int i = 0; i < HALF; i += LANES)
-            store(values + i, activate(model.activation, load(values + i)) * load(values + HALF + i));
-        PackedRow to(a.wide_input.data(), blocks, row, model.mlp);
-        int64_t first = column / 2;
-        for (int64_t i = 0; i < HALF && first + i < model.mlp; i += 2)
-            to.put((first + i) / 2, values[i], first + i + 1 < model.mlp ? values[i + 1] : 0.0f);
+            store(gated.row(row) + column / 2 + i, activate(model.activation, load(values + i)) * load(values + HALF + i));
     });
-    add_product(layer.mlp_out, a.wide_input.data(), layer.mlp_out_norm, model.norm_eps, num_tokens, a.out.data(), stream);
+    add_product(layer.mlp_out, gated, layer.mlp_out_norm, model.norm_eps, num_tokens, a.out.data(), stream);
 }

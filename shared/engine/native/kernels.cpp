@@ -16,13 +16,13 @@ int64_t outrider_sizes(int which) {
 
 // Numbers that a matrix takes when it is packed.
 int64_t outrider_packed_size(int64_t in, int64_t out) {
-    return Matrix{nullptr, nullptr, in, out}.num_panels() * PANEL * ((in + 1) / 2 * 2);
+    return Matrix{nullptr, nullptr, in, out}.num_panels() * PANEL * num_units<bf16>(in) * UNIT<bf16>;
 }
 
 // Lays out `rows` rows of weights, `from` [rows, in], as outputs `first` and following of a matrix; what of the last
 // panel is nobody's stays as it is.
 void outrider_pack(const bf16 *from, int64_t rows, int64_t in, int64_t first, bf16 *packed, int num_threads) {
-    int64_t pairs = (in + 1) / 2;
+    int64_t pairs = num_units<bf16>(in);
 #pragma omp parallel for num_threads(num_threads)
     for (int64_t r = 0; r < rows; r++) {
         bf16 *to = packed + (first + r) / PANEL * pairs * PANEL * 2 + (first + r) % PANEL * 2;
@@ -33,17 +33,17 @@ void outrider_pack(const bf16 *from, int64_t rows, int64_t in, int64_t first, bf
 // x [rows, in] to out [rows, out], both in bf16.
 void outrider_linear(const Matrix *matrix, const bf16 *x, int64_t rows, bf16 *out, int num_threads) {
     static thread_local std::vector<Input> memory;
-    grow(memory, input_size(rows, matrix->in));
-    Input *packed = memory.data();
-    RowBlocks blocks(rows);
+    grow(memory, Inputs::size(rows, matrix->in));
+    Inputs inputs(memory.data(), matrix->in);
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++)
-            PackedRow(packed, blocks, r, matrix->in).put_all(matrix->in, [&](int64_t k) {
-                return to_float(x[r * matrix->in + k]);
-            });
-        linear(*matrix, packed, rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+        for (int64_t r = 0; r < rows; r++) {
+            Input *to = inputs.row(r);
+            for (int64_t k = 0; k < matrix->in; k++) store_rounded(to + k, to_float(x[r * matrix->in + k]));
+            if (matrix->in % 2) to[matrix->in] = 0;
+        }
+        linear(*matrix, inputs, rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
             for (int64_t i = 0; i < n; i++) out[row * matrix->out + column + i] = to_bf16(values[i]);
         });
     }
@@ -104,8 +104,8 @@ static void run_decoder(const Decoder &model, const Pool &pool, const Batch &bat
     grow(a.stream, num_tokens * model.hidden);
     grow(a.out, num_tokens * model.hidden);
     grow(a.qkv, num_tokens * (model.num_heads + 2 * pool.num_kv_heads) * model.head_dim);
-    grow(a.input, input_size(num_tokens > num_rows ? num_tokens : num_rows, model.hidden));
-    grow(a.wide_input, input_size(num_tokens, model.mlp > attended ? model.mlp : attended));
+    grow(a.input, Inputs::size(num_tokens > num_rows ? num_tokens : num_rows, model.hidden));
+    grow(a.wide_input, Inputs::size(num_tokens, model.mlp > attended ? model.mlp : attended));
     grow(a.sequence_of, num_tokens);
     grow(a.position_of, num_tokens);
     for (int64_t s = 0; s < batch.num_sequences; s++)
@@ -118,9 +118,10 @@ static void run_decoder(const Decoder &model, const Pool &pool, const Batch &bat
         embed(model, tokens, num_tokens, a.stream.data());
         for (int i = 0; i < model.num_layers; i++)
             run_layer<T>(model, i, pool, batch, *plans.at(model.layers[i].attention.window), a);
-        normalise_rows(a.stream.data(), model.final_norm, model.hidden, model.norm_eps, num_rows, rows, a.input.data());
+        Inputs input(a.input.data(), model.hidden);
+        normalise_rows(a.stream.data(), model.final_norm, model.hidden, model.norm_eps, num_rows, rows, input);
         float cap = model.logit_softcap;
-        linear(model.head, a.input.data(), num_rows, [&](int64_t row, int64_t column, int64_t n, float *values) {
+        linear(model.head, input, num_rows, [&](int64_t row, int64_t column, int64_t n, float *values) {
             if (cap != 0)
                 for (int i = 0; i < PANEL; i += LANES) store(values + i, tanh(load(values + i) / cap) * cap);
             __builtin_memcpy(logits + row * model.head.out + column, values, n * sizeof(float));

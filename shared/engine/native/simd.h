@@ -41,6 +41,10 @@ static inline bf16 to_bf16(float x) {
     return bf16(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// As whatever the place is for.
+static inline void store_rounded(bf16 *to, float x) { *to = to_bf16(x); }
+static inline void store_rounded(float *to, float x) { *to = x; }
+
 static inline Floats load(const bf16 *from) {
 #if defined(__AVX512BF16__)
     __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
@@ -52,11 +56,11 @@ static inline Floats load(const bf16 *from) {
 }
 
 static inline void store(bf16 *to, Floats x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), (__m256i)_mm512_cvtneps_pbh(__m512(x)));
+#else
     Ints bits = Ints(x);
     bits = (x != x) ? (Ints{} + 0x7fc0) : ((bits + 0x7fff + (bits >> 16 & 1)) >> 16 & 0xffff);
-#if defined(__AVX512BF16__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm512_cvtepi32_epi16(__m512i(bits)));
-#else
     __m256i packed = _mm256_packus_epi32(__m256i(bits), __m256i(bits));
     __m128i narrow = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(to), narrow);

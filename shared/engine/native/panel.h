@@ -1,0 +1,159 @@
+// The innermost loops of products and of attention: rows times a panel, 32 outputs whose weights are stored side by
+// side. A row's result is the same to the bit however many rows it is computed with.
+#pragma once
+
+#include "simd.h"
+
+// Outputs of a panel.
+constexpr int PANEL = 32;
+
+// Rows computed at once: as many as leave no accumulator outside a register.
+#if defined(__AVX512BF16__)
+constexpr int MOST_ROWS = 12;
+#else
+constexpr int MOST_ROWS = 6;
+#endif
+
+// What panels in bf16 are multiplied by: AVX-512 multiplies pairs of bf16, AVX2 only floats.
+#if defined(__AVX512BF16__)
+using Input = bf16;
+#else
+using Input = float;
+#endif
+
+// A panel is [units][PANEL], and a unit 4 bytes: two inputs in bf16, one as float.
+template <class Weight> constexpr int UNIT = 4 / sizeof(Weight);
+
+template <class Weight> static inline int64_t num_units(int64_t inputs) {
+    return (inputs + UNIT<Weight> - 1) / UNIT<Weight>;
+}
+
+// What rows that are multiplied by panels of these weights are made of.
+template <class Weight> struct Multiplied { using Type = float; };
+template <> struct Multiplied<bf16> { using Type = Input; };
+
+// Numbers from one row of inputs to the next: whole cache lines, and an odd number of them, as rows that are a power
+// of two apart would drive one another out of the cache.
+template <class T> static inline int64_t row_stride(int64_t inputs) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    return ((inputs + LINE - 1) / LINE | 1) * LINE;
+}
+
+// Splits rows into blocks of at most MOST_ROWS, none more than one longer than another.
+struct RowBlocks {
+    int64_t rows, count;
+
+    explicit RowBlocks(int64_t rows) : rows(rows), count((rows + MOST_ROWS - 1) / MOST_ROWS) {}
+    int64_t first(int64_t block) const { return block * rows / count; }
+};
+
+// How many bytes of a panel ahead memory is asked for, where weights come from there.
+constexpr int FROM_MEMORY = 8192;
+constexpr int FROM_CACHE = 0;
+
+template <int AHEAD> static inline void fetch(const void *at) {
+    if constexpr (AHEAD > 0) {
+        _mm_prefetch(static_cast<const char *>(at) + AHEAD, _MM_HINT_T0);
+        _mm_prefetch(static_cast<const char *>(at) + AHEAD + 64, _MM_HINT_T0);
+    }
+}
+
+// to[r][0, PANEL) = row r times the panel, summed up in the order of the inputs; strides in numbers.
+template <int R, int AHEAD>
+static void multiply(const float *rows, int64_t stride, const float *panel, int64_t units, float *to, int64_t to_stride) {
+    // Of few rows a whole panel at once, of more, in narrow registers, first one half and then the other.
+    constexpr int ALL = PANEL / LANES, COLUMNS = R <= 3 ? ALL : 2;
+    for (int first = 0; first < ALL; first += COLUMNS) {
+        Floats sums[R][COLUMNS] = {};
+        for (int64_t k = 0; k < units; k++) {
+            const float *at = panel + k * PANEL;
+            if (first == 0) fetch<AHEAD>(at);
+            Floats w[COLUMNS];
+#pragma GCC unroll 16
+            for (int c = 0; c < COLUMNS; c++) w[c] = load(at + (first + c) * LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] += rows[r * stride + k] * w[c];
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int c = 0; c < COLUMNS; c++) store(to + r * to_stride + (first + c) * LANES, sums[r][c]);
+    }
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int AHEAD>
+static void multiply(const bf16 *rows, int64_t stride, const bf16 *panel, int64_t units, float *to, int64_t to_stride) {
+    __m512 sums[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < units; j++) {
+        const bf16 *at = panel + j * PANEL * 2;
+        fetch<AHEAD>(at);
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(at), w1 = (__m512bh)_mm512_loadu_si512(at + PANEL);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            __builtin_memcpy(&pair, rows + r * stride + j * 2, 4);
+            __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, w0);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, w1);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int c = 0; c < 2; c++) _mm512_storeu_ps(to + r * to_stride + c * 16, sums[r][c]);
+}
+#else
+template <int R, int AHEAD>
+static void multiply(const float *rows, int64_t stride, const bf16 *panel, int64_t units, float *to, int64_t to_stride) {
+    constexpr int COLUMNS = R <= 3 ? 4 : 2;
+    for (int first = 0; first < 4; first += COLUMNS) {
+        __m256 sums[R][COLUMNS];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_setzero_ps();
+        for (int64_t j = 0; j < units; j++) {
+            const __m256i *at = reinterpret_cast<const __m256i *>(panel + j * PANEL * 2);
+            if (first == 0) fetch<AHEAD>(at);
+            for (int odd = 0; odd < 2; odd++) {
+                __m256 w[COLUMNS];
+#pragma GCC unroll 16
+                for (int c = 0; c < COLUMNS; c++) {
+                    __m256i pair = _mm256_loadu_si256(at + first + c);
+                    pair = odd ? _mm256_and_si256(pair, _mm256_set1_epi32(int(0xffff0000))) : _mm256_slli_epi32(pair, 16);
+                    w[c] = _mm256_castsi256_ps(pair);
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++) {
+                    __m256 value = _mm256_broadcast_ss(rows + r * stride + j * 2 + odd);
+#pragma GCC unroll 16
+                    for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_fmadd_ps(value, w[c], sums[r][c]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int c = 0; c < COLUMNS; c++) _mm256_storeu_ps(to + r * to_stride + (first + c) * 8, sums[r][c]);
+    }
+}
+#endif
+
+// As above, for 1 to MOST_ROWS rows.
+template <int AHEAD, class Row, class Weight>
+static inline void multiply(int64_t num_rows, const Row *rows, int64_t stride, const Weight *panel, int64_t units,
+                            float *to, int64_t to_stride) {
+    switch (num_rows) {
+#define ROWS(R) case R: return multiply<R, AHEAD>(rows, stride, panel, units, to, to_stride);
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if defined(__AVX512BF16__)
+        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#endif
+#undef ROWS
+    }
+}
