@@ -5,10 +5,10 @@
 #pragma once
 
 #include <atomic>
-#include <omp.h>
 #include <vector>
 
 #include "panel.h"
+#include "team.h"
 
 // Positions of a tile, of a chunk, and the rows (queries times heads) that a task should have.
 constexpr int TILE = PANEL;
@@ -181,7 +181,7 @@ struct Next {
 
 // Asks memory for those of positions `i` to `i + 7` of them, if there are so many, to be in the second cache: in the
 // first, heads drive one another out.
-template <class T> __attribute__((always_inline)) static inline void fetch8(const Pool &pool, const T *layer, const Next &next, int i) {
+template <class T> ALWAYS_INLINE void fetch8(const Pool &pool, const T *layer, const Next &next, int i) {
     if (next.stretch.first + i > next.stretch.last) return;
     const T *at = key_at(pool, layer, next.stretch.table, next.stretch.first + i, next.kv_head);
     if (next.values) at += pool.value_offset;
@@ -394,19 +394,16 @@ static inline void write_kv(const Pool &pool, int layer, const int64_t *table, i
 // Called by every thread of a team, after the layer's keys and values were written. `query(token, head)` points to
 // key_dim floats or bf16s, `finish(token, head, values)` gets value_dim numbers. Returns when all are done.
 template <class T, class Query, class Finish>
-static void attend(const Attention &how, const Pool &pool, int layer, const Batch &batch, Plan &plan,
+static void attend(Team &team, const Attention &how, const Pool &pool, int layer, const Batch &batch, Plan &plan,
                    std::vector<float> &partial, Query query, Finish finish) {
     int fold = how.num_heads / pool.num_kv_heads, width = round_up(pool.value_dim, PANEL);
     const T *data = static_cast<const T *>(pool.data) + layer * pool.layer_stride;
     TileMemory<T> &memory = TileMemory<T>::of_thread(plan.most_rows, pool.key_dim, width);
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < plan.tasks.size(); i++) {
+    team.share(int64_t(plan.tasks.size()), [&](int64_t i, int64_t following) {
         const Task &task = plan.tasks[i];
         int rows = task.rows(fold), each = task.rows_each(fold);
-        // Threads take turns, more or less.
-        size_t following = i + omp_get_num_threads();
         Next next = {{nullptr, 0, -1}, 0, false};
-        if (following < plan.tasks.size())
+        if (following >= 0)
             next = {stretch_of(how, batch, plan.tasks[following]), plan.tasks[following].first_head, false};
         int64_t first_token = batch.first_tokens[task.sequence] + task.first_query;
         auto token_of = [&](int row) { return first_token + row % each / fold; };
@@ -422,9 +419,9 @@ static void attend(const Attention &how, const Pool &pool, int layer, const Batc
             Split &split = plan.splits[task.whole];
             int64_t size = Seen::size(rows, width);
             float *kept = partial.data() + split.memory;
-            Seen own(kept + (int64_t(i) - split.first_task) * size, rows);
+            Seen own(kept + (i - split.first_task) * size, rows);
             attend_chunks(how, pool, data, batch, task, next, fold, memory, own, width);
-            if (split.num_left.fetch_sub(1) > 1) continue;
+            if (split.num_left.fetch_sub(1) > 1) return;
             split.num_left = split.num_tasks;  // for the next layer
             begin(seen, rows, width);
             for (int64_t n = 0; n < split.num_tasks; n++) merge(seen, Seen(kept + n * size, rows), rows, width);
@@ -438,5 +435,5 @@ static void attend(const Attention &how, const Pool &pool, int layer, const Batc
             for (int d = 0; d < width; d += LANES) store(values + d, load(values + d) * share);
             finish(token_of(r), head_of(r), values);
         }
-    }
+    });
 }

@@ -79,10 +79,10 @@ static inline void normalise_rows(const float *stream, const float *norm, int64_
 }
 
 // Called by every thread of a team. stream += product, through a norm if there is one.
-static inline void add_product(const Matrix &matrix, Inputs inputs, const float *norm, float eps, int64_t num_rows,
+static inline void add_product(Team &team, const Matrix &matrix, Inputs inputs, const float *norm, float eps, int64_t num_rows,
                                float *out, float *stream) {
     int64_t hidden = matrix.out;
-    linear(matrix, inputs, num_rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+    linear(team, matrix, inputs, num_rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         float *to = (norm ? out : stream) + row * hidden + column;
         for (int64_t i = 0; i < n; i++) to[i] = norm ? values[i] : to[i] + values[i];
     });
@@ -111,7 +111,8 @@ static inline void embed(const Decoder &model, const int64_t *tokens, int64_t nu
 
 // Called by every thread of a team. One layer over `stream` [T, hidden]; T is the pool's type.
 template <class T>
-static void run_layer(const Decoder &model, int index, const Pool &pool, const Batch &batch, Plan &plan, Activations &a) {
+static void run_layer(Team &team, const Decoder &model, int index, const Pool &pool, const Batch &batch, Plan &plan,
+                      Activations &a) {
     const Layer &layer = model.layers[index];
     int64_t num_tokens = batch.num_tokens, hidden = model.hidden, num_heads = model.num_heads, dim = model.head_dim;
     int64_t kv_heads = pool.num_kv_heads, qkv_width = (num_heads + 2 * kv_heads) * dim;
@@ -119,7 +120,7 @@ static void run_layer(const Decoder &model, int index, const Pool &pool, const B
     Inputs input(a.input.data(), hidden), attended(a.wide_input.data(), num_heads * dim), gated(a.wide_input.data(), model.mlp);
 
     normalise_rows(stream, layer.attention_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
-    linear(layer.qkv, input, num_tokens, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+    linear(team, layer.qkv, input, num_tokens, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         __builtin_memcpy(qkv + row * qkv_width + column, values, n * sizeof(float));
     });
 #pragma omp for schedule(static)
@@ -135,21 +136,21 @@ static void run_layer(const Decoder &model, int index, const Pool &pool, const B
         }
     }
     attend<T>(
-        layer.attention, pool, index, batch, plan, a.partial,
+        team, layer.attention, pool, index, batch, plan, a.partial,
         [&](int64_t token, int64_t head) { return qkv + token * qkv_width + head * dim; },
         [&](int64_t token, int64_t head, const float *values) {
             Input *to = attended.row(token) + head * dim;
             for (int64_t d = 0; d < dim; d++) store_rounded(to + d, values[d]);
         });
-    add_product(layer.attention_out, attended, layer.attention_out_norm, model.norm_eps, num_tokens,
+    add_product(team, layer.attention_out, attended, layer.attention_out_norm, model.norm_eps, num_tokens,
                 a.out.data(), stream);
 
     normalise_rows(stream, layer.mlp_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
     constexpr int HALF = PANEL / 2;
-    linear(layer.gate_up, input, num_tokens, [&](int64_t row, int64_t column, int64_t, const float *values) {
+    linear(team, layer.gate_up, input, num_tokens, [&](int64_t row, int64_t column, int64_t, const float *values) {
         // What is no gate's gives 0, and rows have room for it.
         for (int i = 0; i < HALF; i += LANES)
             store(gated.row(row) + column / 2 + i, activate(model.activation, load(values + i)) * load(values + HALF + i));
     });
-    add_product(layer.mlp_out, gated, layer.mlp_out_norm, model.norm_eps, num_tokens, a.out.data(), stream);
+    add_product(team, layer.mlp_out, gated, layer.mlp_out_norm, model.norm_eps, num_tokens, a.out.data(), stream);
 }

@@ -35,15 +35,17 @@ void outrider_linear(const Matrix *matrix, const bf16 *x, int64_t rows, bf16 *ou
     static thread_local std::vector<Input> memory;
     grow(memory, Inputs::size(rows, matrix->in));
     Inputs inputs(memory.data(), matrix->in);
+    std::vector<Taken> taken(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
+        Team team(taken);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
             Input *to = inputs.row(r);
             for (int64_t k = 0; k < matrix->in; k++) store_rounded(to + k, to_float(x[r * matrix->in + k]));
             if (matrix->in % 2) to[matrix->in] = 0;
         }
-        linear(*matrix, inputs, rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+        linear(team, *matrix, inputs, rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
             for (int64_t i = 0; i < n; i++) out[row * matrix->out + column + i] = to_bf16(values[i]);
         });
     }
@@ -67,8 +69,10 @@ static void attend_tensors(const Attention &how, const Pool &pool, int layer, co
     auto at = [](Heads x, int64_t token, int64_t head) {
         return static_cast<const T *>(x.data) + token * x.token_stride + head * x.head_stride;
     };
+    std::vector<Taken> taken(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
+        Team team(taken);
 #pragma omp for schedule(static)
         for (int64_t s = 0; s < batch.num_sequences; s++)
             for (int64_t i = 0; i < batch.lengths[s]; i++)
@@ -77,7 +81,7 @@ static void attend_tensors(const Attention &how, const Pool &pool, int layer, co
                         write_kv<T>(pool, layer, batch.tables + batch.first_blocks[s], batch.starts[s] + i, h, is_value,
                                     at(is_value ? value : key, batch.first_tokens[s] + i, h));
         attend<T>(
-            how, pool, layer, batch, plan, kept,
+            team, how, pool, layer, batch, plan, kept,
             [&](int64_t token, int64_t head) { return at(query, token, head); },
             [&](int64_t token, int64_t head, const float *values) {
                 T *to = out + (token * how.num_heads + head) * pool.value_dim;
@@ -113,15 +117,17 @@ static void run_decoder(const Decoder &model, const Pool &pool, const Batch &bat
             a.sequence_of[batch.first_tokens[s] + i] = s;
             a.position_of[batch.first_tokens[s] + i] = batch.starts[s] + i;
         }
+    std::vector<Taken> taken(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
+        Team team(taken);
         embed(model, tokens, num_tokens, a.stream.data());
         for (int i = 0; i < model.num_layers; i++)
-            run_layer<T>(model, i, pool, batch, *plans.at(model.layers[i].attention.window), a);
+            run_layer<T>(team, model, i, pool, batch, *plans.at(model.layers[i].attention.window), a);
         Inputs input(a.input.data(), model.hidden);
         normalise_rows(a.stream.data(), model.final_norm, model.hidden, model.norm_eps, num_rows, rows, input);
         float cap = model.logit_softcap;
-        linear(model.head, input, num_rows, [&](int64_t row, int64_t column, int64_t n, float *values) {
+        linear(team, model.head, input, num_rows, [&](int64_t row, int64_t column, int64_t n, float *values) {
             if (cap != 0)
                 for (int i = 0; i < PANEL; i += LANES) store(values + i, tanh(load(values + i) / cap) * cap);
             __builtin_memcpy(logits + row * model.head.out + column, values, n * sizeof(float));

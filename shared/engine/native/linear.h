@@ -3,6 +3,7 @@
 #pragma once
 
 #include "panel.h"
+#include "team.h"
 
 // Weights of one or several layers with the same input, panel by panel. `bias` may be null.
 struct Matrix {
@@ -26,10 +27,10 @@ struct Inputs {
 
 // Called by every thread of a team: `finish(row, column, n, values)` gets n sums, with their biases, of each row and
 // panel. Returns when all are done.
-template <class Finish> static void linear(const Matrix &matrix, Inputs inputs, int64_t num_rows, Finish finish) {
+template <class Finish>
+static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, Finish finish) {
     RowBlocks blocks(num_rows);
-#pragma omp for schedule(dynamic)
-    for (int64_t p = 0; p < matrix.num_panels(); p++) {
+    team.share(matrix.num_panels(), [&](int64_t p, int64_t) {
         alignas(64) float tile[MOST_ROWS * PANEL];
         int64_t column = p * PANEL, n = matrix.out - column < PANEL ? matrix.out - column : PANEL;
         for (int64_t b = 0; b < blocks.count; b++) {
@@ -43,5 +44,5 @@ template <class Finish> static void linear(const Matrix &matrix, Inputs inputs, 
                 finish(first + r, column, n, values);
             }
         }
-    }
+    });
 }

@@ -47,14 +47,15 @@ struct RowBlocks {
     int64_t first(int64_t block) const { return block * rows / count; }
 };
 
-// How many bytes of a panel ahead memory is asked for, where weights come from there.
+// How many bytes of a panel ahead memory is asked for, where weights come from there: to be in the second cache, as
+// inputs fill the first.
 constexpr int FROM_MEMORY = 8192;
 constexpr int FROM_CACHE = 0;
 
-template <int AHEAD> static inline void fetch(const void *at) {
+template <int AHEAD> ALWAYS_INLINE void fetch(const void *at) {
     if constexpr (AHEAD > 0) {
-        _mm_prefetch(static_cast<const char *>(at) + AHEAD, _MM_HINT_T0);
-        _mm_prefetch(static_cast<const char *>(at) + AHEAD + 64, _MM_HINT_T0);
+        _mm_prefetch(static_cast<const char *>(at) + AHEAD, _MM_HINT_T1);
+        _mm_prefetch(static_cast<const char *>(at) + AHEAD + 64, _MM_HINT_T1);
     }
 }
 

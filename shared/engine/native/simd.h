@@ -7,6 +7,9 @@
 
 using bf16 = uint16_t;
 
+// For functions that only ask memory for something: GCC 12 takes them for such that do nothing, and drops the calls.
+#define ALWAYS_INLINE __attribute__((always_inline)) static inline
+
 #if defined(__AVX512BF16__)
 constexpr int LANES = 16;
 #else

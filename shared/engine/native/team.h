@@ -1,0 +1,42 @@
+// How the threads of one call share what they do.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <omp.h>
+#include <vector>
+
+// How many parts of one thread's run were taken, this time and, set to 0 meanwhile, next time.
+struct alignas(64) Taken {
+    std::atomic<int64_t> count[2] = {};
+};
+
+// One thread of a team, in a parallel region; `taken` has one place for each thread, for this region alone.
+class Team {
+public:
+    explicit Team(std::vector<Taken> &taken)
+        : taken(taken), threads(omp_get_num_threads()), thread(omp_get_thread_num()) {}
+
+    // Called by every thread of the team: `run(part, following)` for each of `parts`, by one of them. Each takes a run
+    // of neighbours in order, as memory is read fastest so, and then what is left of the others'. `following`: the part
+    // that this thread will take next, if nobody else does; -1 if there is none. Returns when all are done.
+    template <class Run> void share(int64_t parts, Run run) {
+        for (int64_t i = 0; i < threads; i++) {
+            int64_t whose = (thread + i) % threads, end = parts * (whose + 1) / threads;
+            for (;;) {
+                int64_t part = parts * whose / threads + taken[whose].count[turn].fetch_add(1);
+                if (part >= end) break;
+                run(part, part + 1 < end ? part + 1 : -1);
+            }
+        }
+        // Nobody looks at it before the next time.
+        taken[thread].count[1 - turn] = 0;
+        turn = 1 - turn;
+#pragma omp barrier
+    }
+
+private:
+    std::vector<Taken> &taken;
+    int64_t threads, thread;
+    int turn = 0;
+};
