@@ -1,0 +1,1 @@
+"""Other engines on the same models, in turns with the service."""
