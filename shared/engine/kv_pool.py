@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from shared.engine.native.library import Pool
 
 LAYOUT_VERSION = 1
 
@@ -52,6 +55,24 @@ class KVPool:
     @staticmethod
     def block_bytes(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
         return shape.num_layers * 2 * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+    @cached_property
+    def described(self) -> Pool:
+        """Where everything is, for kernels of our own; of a pool on the CPU, in bf16 or float32."""
+        shape, stride = self.shape, self.data.stride()
+        return Pool(
+            data=self.data.data_ptr(),
+            is_bf16=self.data.dtype == torch.bfloat16,
+            block_size=self.block_size,
+            num_kv_heads=shape.num_kv_heads,
+            key_dim=shape.key_head_dim,
+            value_dim=shape.value_head_dim,
+            block_stride=stride[0],
+            layer_stride=stride[1],
+            value_offset=stride[2],
+            position_stride=stride[3],
+            head_stride=stride[4],
+        )
 
     @property
     def position_bytes(self) -> int:

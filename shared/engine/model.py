@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from shared.engine.attention.batch import AttentionBatch
+from shared.engine.attention.grouping import Indices
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
@@ -75,21 +76,22 @@ class CausalLM:
         return cls(model, folder.name if folder.is_dir() else source, native)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, position_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
-        """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids`, `position_ids` `[T]`.
+    def forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
+        """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids` `[T]`.
 
         Writes the T tokens' KV to the batch's pool.
         """
         if isinstance(self._packed, NativeDecoder):
             assert batch.native is not None
             return self._packed.forward(token_ids, batch.native, rows)
+        ids, positions, kept = (torch.from_numpy(array).to(self.device) for array in (token_ids, batch.positions, rows))
         if self._packed is not None:
-            return self._packed.forward(token_ids, position_ids, batch, rows)
+            return self._packed.forward(ids, positions, batch, kept)
         logits: Tensor = self._model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=kept,
             attention_batch=batch,
         ).logits
         return logits[0]

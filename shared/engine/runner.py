@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,18 +56,11 @@ class ModelRunner:
         rows: Sequence[int],
     ) -> Tensor:
         """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's."""
-        device = self.model.device
-        with torch.inference_mode():
-            batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels)
-            positions = [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)]
-            # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
-            # but must not break the step they are verified in.
-            return self.model.forward(
-                torch.tensor(tokens, device=device).clamp_(max=self.model.vocab_size - 1),
-                torch.tensor(positions, device=device),
-                batch,
-                torch.tensor(rows, dtype=torch.long, device=device),
-            )
+        batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels)
+        # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
+        # but must not break the step they are verified in.
+        token_ids = np.minimum(np.asarray(tokens, dtype=np.int64), self.model.vocab_size - 1)
+        return self.model.forward(token_ids, batch, np.asarray(rows, dtype=np.int64))
 
     def run_largest(self, num_tokens: int, context: int, num_rows: int) -> Tensor:
         """Logits `[num_rows, vocab_size]` of a prefill chunk at the end of a context as long as that.

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from services.target.settings import TargetSettings
 from services.target.verifier import verify
 from shared.engine import engine as engine_module
+from shared.engine.attention.grouping import Indices
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool, KVShape
@@ -269,7 +270,7 @@ def failing_if(
     """From now on a forward pass over tokens of which `fails` is true raises the error."""
     forward = model.forward
 
-    def failing(tokens: Tensor, *args: Any) -> Tensor:
+    def failing(tokens: Indices, *args: Any) -> Tensor:
         if fails(tokens.tolist()):
             raise error or RuntimeError("a kernel is broken")
         return forward(tokens, *args)

@@ -164,11 +164,15 @@ class AttentionBatch:
         )
 
     @cached_property
+    def positions(self) -> Indices:
+        """Of each packed token in its sequence."""
+        return np.arange(self.lengths.sum()) - np.repeat(self.packed_starts - self.starts, self.lengths)
+
+    @cached_property
     def first_slots(self) -> Tensor:
         """Where each token's KV is written, see `KVPool.write`."""
-        pool = self.pool
+        pool, positions = self.pool, self.positions
         sequence_of = np.repeat(np.arange(len(self.starts)), self.lengths)
-        positions = np.arange(len(sequence_of)) - np.repeat(self.packed_starts - self.starts, self.lengths)
         blocks = torch.from_numpy(self.tables[self.table_starts[sequence_of] + positions // pool.block_size])
         offsets = torch.from_numpy(positions % pool.block_size)
         return pool.first_slots(blocks, offsets).to(pool.data.device)

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from shared.engine.attention.grouping import Indices
 from shared.engine.kv_pool import KVShape
 from shared.engine.native.library import Attention, Decoder, Layer, Library
 from shared.engine.native.matrix import PANEL, NativeMatrix
@@ -116,7 +117,7 @@ class NativeDecoder:
             and model.lm_head.bias is None
         )
 
-    def forward(self, token_ids: Tensor, step: NativeStep, rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Indices, step: NativeStep, rows: Indices) -> Tensor:
         """As `CausalLM.forward`: packed ids `[T]` to logits `[R, vocab_size]` at `rows` `[R]`, in float32."""
         self._reach(step.num_positions)
         logits = torch.empty((len(rows), self._vocab_size))
@@ -124,8 +125,8 @@ class NativeDecoder:
             byref(self._struct),
             byref(step.pool),
             byref(step.batch),
-            token_ids.data_ptr(),
-            rows.data_ptr(),
+            token_ids.ctypes.data,
+            rows.ctypes.data,
             len(rows),
             logits.data_ptr(),
             torch.get_num_threads(),

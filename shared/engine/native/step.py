@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.engine.attention.grouping import Indices
 from shared.engine.kv_pool import KVPool
-from shared.engine.native.library import Attention, Batch, Heads, Library, Pool
+from shared.engine.native.library import Attention, Batch, Heads, Library
 
 
 class NativeStep:
@@ -36,20 +36,7 @@ class NativeStep:
             self.num_tokens,
             *(array.ctypes.data for array in self._kept[1:]),
         )
-        shape, stride = pool.shape, pool.data.stride()
-        self.pool = Pool(
-            data=pool.data.data_ptr(),
-            is_bf16=pool.data.dtype == torch.bfloat16,
-            block_size=pool.block_size,
-            num_kv_heads=shape.num_kv_heads,
-            key_dim=shape.key_head_dim,
-            value_dim=shape.value_head_dim,
-            block_stride=stride[0],
-            layer_stride=stride[1],
-            value_offset=stride[2],
-            position_stride=stride[3],
-            head_stride=stride[4],
-        )
+        self.pool = pool.described
 
     def attend(
         self,
