@@ -31,8 +31,9 @@ PEERS = ("openvino", "vllm")
 _OURS = {"outrider, off": OFF, "outrider, on": ON}
 # A load of one stream is short: several make a measurement.
 _LEAST_STREAMS = 4
-# Loads of each, in which γ settles too.
-_WARM_UPS = 4
+# Loads before those that count: of the service so many that γ settles.
+_WARM_UPS = 1
+_OUR_WARM_UPS = 4
 # Threads of engines spin for a while after their work.
 _PAUSE_SECONDS = 0.5
 
@@ -68,7 +69,7 @@ async def measure(
             speeds[count] = {name: [] for name in runs}
             for name, run in runs.items():
                 show.print(f"{count} streams, warm-up, {name}")
-                for _ in range(_WARM_UPS):
+                for _ in range(_OUR_WARM_UPS if name in _OURS else _WARM_UPS):
                     await run([pair.prompts(PROMPT_TOKENS) for _ in range(count)])
             for repeat in range(repeats):
                 show.print(f"{count} streams, repeat {repeat + 1} of {repeats}")
@@ -82,6 +83,7 @@ async def measure(
                         seconds[name] += await runs[name]([pair.prompts(PROMPT_TOKENS) for _ in range(count)])
                 for name, taken in seconds.items():
                     speeds[count][name].append(num_loads * count * num_tokens / taken)
+                show.print(", ".join(f"{name}: {each[-1]:.1f}" for name, each in speeds[count].items()))
         check_undisturbed(stack)
     return speeds
 
