@@ -66,7 +66,7 @@ struct Activations {
     std::vector<int64_t> sequence_of, position_of;
 };
 
-// Called by every thread of a team. Rows of `stream`, normalised, into `input`.
+// Called by every thread of a team. Rows of `stream`, normalised, into `inputs`.
 static inline void normalise_rows(const float *stream, const float *norm, int64_t hidden, float eps, int64_t num_rows,
                                   const int64_t *rows, Inputs inputs) {
 #pragma omp for schedule(static)
@@ -79,8 +79,8 @@ static inline void normalise_rows(const float *stream, const float *norm, int64_
 }
 
 // Called by every thread of a team. stream += product, through a norm if there is one.
-static inline void add_product(Team &team, const Matrix &matrix, Inputs inputs, const float *norm, float eps, int64_t num_rows,
-                               float *out, float *stream) {
+static inline void add_product(Team &team, const Matrix &matrix, Inputs inputs, const float *norm, float eps,
+                               int64_t num_rows, float *out, float *stream) {
     int64_t hidden = matrix.out;
     linear(team, matrix, inputs, num_rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         float *to = (norm ? out : stream) + row * hidden + column;
@@ -117,7 +117,8 @@ static void run_layer(Team &team, const Decoder &model, int index, const Pool &p
     int64_t num_tokens = batch.num_tokens, hidden = model.hidden, num_heads = model.num_heads, dim = model.head_dim;
     int64_t kv_heads = pool.num_kv_heads, qkv_width = (num_heads + 2 * kv_heads) * dim;
     float *qkv = a.qkv.data(), *stream = a.stream.data();
-    Inputs input(a.input.data(), hidden), attended(a.wide_input.data(), num_heads * dim), gated(a.wide_input.data(), model.mlp);
+    Inputs input(a.input.data(), hidden), attended(a.wide_input.data(), num_heads * dim);
+    Inputs gated(a.wide_input.data(), model.mlp);  // when what was attended to is no longer needed
 
     normalise_rows(stream, layer.attention_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
     linear(team, layer.qkv, input, num_tokens, [&](int64_t row, int64_t column, int64_t n, const float *values) {
