@@ -20,6 +20,8 @@ from shared.policy.utilisation import Utilisation
 _BEGIN_AT = 1.08
 _STAY_AT = 1.02
 _KEEP = 1.03
+# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then.
+_BEGIN_UNTRIED_AT = 1.0
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
@@ -44,10 +46,11 @@ _FIRST_DOUBT_SECONDS = 1.0
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
-# A scout drafts for so many rounds, so many tokens each, for this share of the time at most; half of it after each
-# that brought nothing new, twice at most. Where its rounds are verified, they take so many of the others' plain steps.
-_SCOUTING_ROUNDS = 5
-_SCOUTING_TOKENS = 4
+# A scout drafts for so many rounds, so many tokens each (behind a rejected one they say nothing, so few at a time say
+# most), for this share of the time at most; half of it after each that brought nothing new, twice at most. Where its
+# rounds are verified, they take so many of the others' plain steps.
+_SCOUTING_ROUNDS = 10
+_SCOUTING_TOKENS = 2
 _SCOUTING_SHARE = 0.01
 _SCOUTING_HALVINGS = 2
 _SCOUTING_STEPS = 3
@@ -128,8 +131,8 @@ class GammaController:
 
     T and D are the step costs that target and drafter measured at warm-up; the overheads are learnt from what steps
     and rounds really take, transport, waiting and contexts included, but neither prompts in the same steps nor the
-    drafter's catching up. So where nobody drafts, rounds are taken to become slower and faster with the plain steps;
-    while they go on it is known. Drafting gains
+    drafter's catching up. Where nobody drafts, rounds are taken to become slower and faster with the plain steps; while
+    they go on it is known, and plain steps to some extent with them. Drafting gains
 
         P m / (C + R m / E)
 
@@ -137,8 +140,9 @@ class GammaController:
     the sequences and C what the drafter needs to catch up with them. The γ of most gain wins; 0 unless that is
     clearly above 1. A sequence joins in when that saves it more than its own catching up costs everybody.
 
-    While prompts fill the steps nothing is decided: every draft token takes a prompt token's place then, so those who
-    draft already do so only as far as each draft token, α^i, is kept more likely than not, and nobody joins.
+    While prompts fill the steps they take much the same time whatever is drafted, but every draft token takes a
+    prompt token's place: so they draft as far as each draft token, α^i, is kept more likely than not. Where nobody
+    drafts in other steps, those join in whose catching up the tokens of such steps alone make up for.
 
     It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, soon
     after and before they end, a γ that was not tried yet is given a little credit, and when drafting seemed not
@@ -163,11 +167,15 @@ class GammaController:
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
         self._caught_up_at = -math.inf
+        # Who scouted last in the shadow of plain decoding: the drafter is at work for it, maybe on the same cores.
+        self._shadow_scout: Drafting | None = None
         # The plain step whose results came last: when, among how many sequences, and the least it took for any.
         self._last_plain: PlainStep | None = None
         self._rounds = Overhead()
         self._plain = PlainSteps(target)
         self._utilisation = Utilisation(clock())
+        # The same of the time in which there are more of them than a step holds.
+        self._prefill_bound = Utilisation(clock())
         self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
         self._decided_at = -math.inf
         self._decided_load = 0
@@ -193,9 +201,10 @@ class GammaController:
         sequence.situation = situation
         self._members[sequence] = None
         self._utilisation.observe(situation.num_waiting > 0, now)
+        self._prefill_bound.observe(situation.prefill_bound, now)
         if situation.prefill_bound:
             sequence.num_scouting_rounds = 0
-            return self._gamma_beside_prefills() if sequence.active else 0
+            return self._choose_beside_prefills(sequence, situation)
         # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
@@ -207,11 +216,8 @@ class GammaController:
             return 0
         if self.gamma > 0:
             sequence.num_scouting_rounds = 0
-            if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate):
-                sequence.active = True
-                sequence.catch_up = self.catch_up_seconds(situation.num_unseen)
-                self._num_active += 1
-                self._note_drafter_busy(sequence.catch_up)
+            if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate, self.gamma):
+                self._activate(sequence, situation)
             return self.gamma if sequence.active else 0
         if sequence.num_scouting_rounds == 0:
             self._deactivate(sequence)
@@ -262,9 +268,15 @@ class GammaController:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         if self._clock() - seconds < self._caught_up_at:
             return  # it waited for others that caught up
-        expected = self._round_seconds(load, num_draft_tokens) + self.catch_up_seconds(num_unseen)
-        if self._rounds.observe(load, num_draft_tokens, expected, seconds, 1 / self._num_active):
+        before = self._round_seconds(load, num_draft_tokens)
+        change = self._rounds.observe(
+            load, num_draft_tokens, before + self.catch_up_seconds(num_unseen), seconds, 1 / self._num_active
+        )
+        if change is None:
             self._decided_at = -math.inf
+        elif change:  # the machine's: plain steps would take as much longer, and rounds take what they do
+            self._plain.follow(load, change)
+            self._rounds.rescale(load, before / self._round_seconds(load, num_draft_tokens))
         self._trials_at(load).observe_round(self._busy_seconds)
 
     def observe_plain(self, load: int, seconds: float, received: float) -> None:
@@ -280,6 +292,8 @@ class GammaController:
             self._last_plain = step._replace(seconds=min(step.seconds, seconds))
             return
         self._last_plain = PlainStep(load, seconds, received)
+        if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
+            self._caught_up_at = max(self._caught_up_at, received)
         if step is None or step.received - step.seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
         before = self._round_seconds(step.load, self.gamma)
@@ -302,6 +316,12 @@ class GammaController:
             self._trials_at(load).end(self._busy_seconds, self._best_gain)
         for other in self._trials.values():
             other.cancel()
+
+    def _activate(self, sequence: Drafting, situation: Situation) -> None:
+        sequence.active = True
+        sequence.catch_up = self.catch_up_seconds(situation.num_unseen)
+        self._num_active += 1
+        self._note_drafter_busy(sequence.catch_up)
 
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
@@ -376,6 +396,8 @@ class GammaController:
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""
+        if not any(self._rounds.count(load, gamma) for gamma in range(1, self._max_num_draft_tokens + 1)):
+            return _BEGIN_UNTRIED_AT
         trials = self._trials_at(load)
         return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
 
@@ -384,17 +406,23 @@ class GammaController:
         seconds = self._round_seconds(load, gamma) * (1 + overhead)
         return self.plain_seconds(load) * num_follow / (catch_up + num_follow * seconds / tokens)
 
-    def _gamma_beside_prefills(self) -> int:
-        """Where prompts fill the steps: the most, up to the γ there is, of which each is likely enough to be kept."""
-        rate = self.acceptance.rate
-        return next((i for i in range(self.gamma) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), self.gamma)
+    def _choose_beside_prefills(self, sequence: Drafting, situation: Situation) -> int:
+        """Where prompts fill the steps: as many tokens as are each likely enough to be kept."""
+        rate, most = self.acceptance.rate, self._max_num_draft_tokens
+        gamma = next((i for i in range(most) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), most)
+        share = 1.0 if self.gamma > 0 else self._prefill_bound.share
+        # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
+        rate_at_best = sequence.acceptance.rate_at_best(1.0)
+        if not sequence.active and self._joins(situation, situation, rate_at_best, gamma, share):
+            self._activate(sequence, situation)
+        return gamma if sequence.active else 0
 
-    def _joins(self, where: Situation, now: Situation, rate: float, gamma: int | None = None) -> bool:
-        """Whether a sequence that stands at `where` saves more by drafting than its catching up costs all."""
-        tokens = expected_tokens(rate, self.gamma if gamma is None else gamma)
-        saved = self._num_to_follow(where) * (1 - 1 / tokens) * self.plain_seconds(now.load)
+    def _joins(self, where: Situation, now: Situation, rate: float, gamma: int, share: float = 1.0) -> bool:
+        """Whether a sequence that stands at `where` saves more by γ draft tokens in this share of its steps than its
+        catching up costs all."""
+        saved = self._num_to_follow(where) * (1 - 1 / expected_tokens(rate, gamma)) * self.plain_seconds(now.load)
         catch_up = self._utilisation.delay(self.catch_up_seconds(where.num_unseen))
-        return saved > (now.load + now.num_waiting) * catch_up
+        return share * saved > (now.load + now.num_waiting) * catch_up
 
     def _catch_up_share(self, each: Drafting, where: Situation) -> float:
         """What catching up costs for the tokens that follow. Of one that has caught up it is their share of what that
@@ -454,6 +482,7 @@ class GammaController:
         verifying = 0.0
         if sequence.in_shadow:
             self._last_round = self._busy_seconds
+            self._shadow_scout = sequence
             self._note_drafter_busy(drafting)
         else:
             longer = self._target.seconds(now.load + gamma) - self._target.seconds(now.load)

@@ -102,9 +102,10 @@ class Overhead:
         own = self._own.get((nearest_power(load), gamma))
         return own.num_recent if own is not None else 0.0
 
-    def observe(self, load: int, gamma: int, expected: float, seconds: float, weight: float) -> bool:
+    def observe(self, load: int, gamma: int, expected: float, seconds: float, weight: float) -> float | None:
         """What should have taken `expected` seconds took `seconds`. `weight`, in (0, 1], is its say: what many
-        see of the same step counts once. Returns whether the share turns out to be quite another."""
+        see of the same step counts once. Returns by how much (a logarithm) everything at this load takes longer, where
+        it was well known before, else 0; None if the share turns out to be quite another."""
         bucket = nearest_power(load)
         common, own = self._estimates(load, gamma)
         self._forget_others(bucket, gamma, weight)
@@ -117,7 +118,9 @@ class Overhead:
             if run.weight >= _NUM_IN_A_ROW:
                 (own if new_beside_others else common).value += min(run.errors, key=abs)
                 del self._runs[bucket, gamma]
-                return True
+                return None
+        known = common.count >= _NUM_FEW
+        before = common.value
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
         if new_beside_others:
             common.learn(error, weight, _COMMON_WEIGHT_OF_NEW)
@@ -125,7 +128,7 @@ class Overhead:
         else:
             common.learn(error, weight, max(_COMMON_WEIGHT, 1 / (common.count + _NUM_PRIOR)))
             own.learn(error, weight, _OWN_WEIGHT)
-        return False
+        return common.value - before if known else 0.0
 
     def is_surprised(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> bool:
         """Whether that, measured on purpose, would not be believed but for being measured."""

@@ -12,7 +12,7 @@ from shared.policy.gamma import Drafting, GammaController, Situation
 GRANTED_STEPS = 8
 _REFILL_BELOW = 4
 # The same while it is measured what plain steps take: rounds are to follow.
-_MEASURED_STEPS = 3
+_MEASURED_STEPS = 6
 
 
 class Move(NamedTuple):

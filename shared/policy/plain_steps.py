@@ -14,7 +14,10 @@ _LEAST_SHARE = 0.5
 _MOST_TOGETHER = 4
 # A measurement on purpose takes so many steps, and as many again if it says something quite different: two stalls of
 # the machine may fall into one.
-_MEASURED_STEPS = 3
+_MEASURED_STEPS = 6
+# While there are none, they are taken to become slower and faster with the rounds, by so much (a logarithm) since they
+# were last measured: it may be the drafter's machine alone.
+_MOST_FOLLOWED = 0.15
 
 
 class PlainSteps:
@@ -34,6 +37,7 @@ class PlainSteps:
         self._measured_from = -math.inf
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
+        self._followed = 0.0
 
     @property
     def measuring(self) -> bool:
@@ -66,6 +70,12 @@ class PlainSteps:
         """What was seen counts as so much older."""
         self._seen_at[nearest_power(load)] -= seconds
 
+    def follow(self, load: int, change: float) -> None:
+        """The rounds that go on at this load, each of which holds a plain step, take longer by that (a logarithm)."""
+        followed = min(max(self._followed + change, -_MOST_FOLLOWED), _MOST_FOLLOWED)
+        self._overhead.rescale(load, math.exp(followed - self._followed))
+        self._followed = followed
+
     def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
         self._seen_at[nearest_power(load)] = busy
@@ -88,4 +98,5 @@ class PlainSteps:
             self._num_to_measure = _MEASURED_STEPS
             return False
         self._overhead.correct(load, 0, self._measured)
+        self._followed = 0.0
         return True

@@ -194,19 +194,35 @@ def test_beside_prompts_that_fill_the_steps_no_more_is_drafted_than_is_likely_ke
     likely = found.acceptance.rate  # a little nearer to where it started from
     assert likely**gamma >= 0.5
     assert gamma == MAX or likely ** (gamma + 1) < 0.5
-    assert found.choose(later, beside) == 0, "nobody joins"
+    assert found.choose(later, beside) == gamma, "who joins drafts like the others"
     assert found.choose(sequence, situation(4)) == found.choose(later, situation(4)) == found.gamma > 0
 
 
-def test_drafting_does_not_begin_while_prompts_fill_the_steps() -> None:
+@pytest.mark.parametrize(
+    ("rate", "seconds_beside", "catch_up", "joins"),
+    [
+        (0.9, 60, 0.05, True),
+        (0.9, 60, 20.0, False),  # more than its tokens can make up for
+        (0.9, 0, 0.05, False),  # hardly any of its tokens come in such steps
+        (0.3, 60, 0.05, False),  # no draft token is likely enough to be kept
+    ],
+)
+def test_who_joins_where_prompts_fill_the_steps_and_nobody_drafts_in_others(
+    rate: float, seconds_beside: int, catch_up: float, joins: bool
+) -> None:
     clock = Clock()
-    found = controller(flat(0.05), flat(0.0001), clock)
-    sequence = drafting(0.9)
-    for _ in range(20):
-        assert found.choose(sequence, situation(4, 1, 8, 8 * 4000)) == 0
+    draft = StepCosts([(1, 0.05), (1024, 0.05 + catch_up)])
+    found = controller(flat(0.05), draft, clock)
+    found.acceptance = at(rate)
+    beside, plain = situation(4, 1, 8, 8 * 4000), situation(4, 1024)
+    sequence = drafting(rate)
+    assert found.choose(sequence, plain) == 0, "a draft token takes as long as a plain step"
+    for _ in range(seconds_beside):
         clock.now += 1
+        found.choose(sequence, beside._replace(num_unseen=100_000))  # it never joins
+    clock.now += 0.01
     assert not found.measuring
-    assert found.choose(sequence, situation(4)) > 0
+    assert (found.choose(drafting(rate), beside._replace(num_unseen=1024)) > 0) == joins
 
 
 def test_a_sequence_decodes_on_while_the_drafter_catches_up_if_that_holds_up_no_others() -> None:
@@ -225,7 +241,7 @@ def test_plain_steps_are_measured_before_rounds_begin_where_it_is_close() -> Non
     sequence = drafting(0.6)
     assert found.choose(sequence, situation()) == 0
     assert found.measuring
-    for _ in range(5):
+    for _ in range(8):
         clock.now += 0.05
         found.observe_plain(1, 0.05, clock.now)
     assert not found.measuring
@@ -239,7 +255,7 @@ def test_a_sequence_that_stood_still_does_not_silence_the_others() -> None:
     assert found.measuring
     clock.now += 30
     found.observe_plain(8, 30.0, clock.now)  # preempted before all of this began
-    for _ in range(3):
+    for _ in range(7):
         clock.now += 0.05
         for _ in range(8):
             found.observe_plain(8, 0.05, clock.now)
@@ -253,7 +269,7 @@ def test_a_plain_step_takes_what_it_took_those_that_were_in_the_one_before_too()
     found = GammaController(flat(0.05), flat(0.02), MAX, clock)
     assert found.choose(drafting(0.6), situation(8)) == 0
     assert found.measuring
-    for _ in range(5):
+    for _ in range(8):
         clock.now += 0.05
         for seconds in (0.1, 0.05, 0.1):
             found.observe_plain(8, seconds, clock.now)
@@ -327,6 +343,31 @@ def test_however_sure_drafting_seems_plain_steps_are_measured_once_a_minute() ->
             found.observe_plain(1, took, clock.now)
     assert len(measured_at) == 3
     assert all(55 < later - earlier < 65 for earlier, later in pairwise(measured_at))
+
+
+def test_plain_steps_follow_the_machine_while_rounds_go_on_as_far_as_it_may_be_the_machine() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    sequence = drafting(0.9)
+
+    def rounds(times: float) -> tuple[float, float]:
+        """What is believed of a plain step and of a round when they take so many times as long for a while."""
+        for _ in range(60):
+            gamma = 0
+            while gamma == 0:
+                gamma = found.choose(sequence, situation())
+                clock.now += 0.05
+                if gamma == 0:
+                    found.observe_plain(1, 0.05, clock.now)
+            clock.now += times * (0.05 + gamma * 0.005) - 0.05
+            found.observe_round(1, gamma, 1, times * (0.05 + gamma * 0.005))
+        return found.plain_seconds(1), found._learnt_round_seconds(1, gamma) / (0.05 + gamma * 0.005)
+
+    assert rounds(1.0) == pytest.approx((0.05, 1.0), rel=0.02)
+    assert rounds(1.1) == pytest.approx((0.055, 1.1), rel=0.03)
+    plain, slower = rounds(3.0)
+    assert slower > 1.5
+    assert plain < 0.065, "it may be the drafter's alone"
 
 
 def test_rounds_become_slower_with_plain_steps_where_nobody_drafts_and_while_they_go_on_as_seen() -> None:
@@ -418,7 +459,10 @@ def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() ->
 def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock)
+    untried = found._begin_at(1)
+    found._rounds.observe(1, 1, 0.055, 0.055, 1.0)
     before = found._begin_at(1)
+    assert before > untried == 1.0, "what rounds take is not known before there were any"
     trials = found._trials_at(1)
     for _ in range(3):
         trials.begin(found._busy_seconds)
@@ -467,6 +511,29 @@ def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
     clock.now += 2
     found.observe_round(2, 4, 1, 0.06)
     assert found._rounds.count(2, 4) > 0.0
+
+
+def test_nothing_is_learnt_of_plain_steps_while_one_scouts_in_their_shadow() -> None:
+    """Where the drafter is on the same cores, each of its rounds takes from the plain steps beside it."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.04), clock)
+    scout = Drafting(found.acceptance, in_shadow=True)
+    assert found.choose(scout, situation(2)) == 0
+
+    def plain_steps(seconds: float) -> None:
+        for _ in range(40):
+            clock.now += seconds
+            found.observe_plain(1, seconds, clock.now)
+
+    plain_steps(0.05)
+    before = found.plain_seconds(1)
+    assert scout.num_scouting_rounds > 0
+    plain_steps(0.09)
+    assert found.plain_seconds(1) == before
+    while scout.num_scouting_rounds:
+        scout.observe_in_shadow(scout.num_scouting_tokens, 0)
+    plain_steps(0.09)
+    assert found.plain_seconds(1) == pytest.approx(0.09, rel=0.1)
 
 
 def test_measuring_plain_steps_ends_though_a_sequence_was_scouting() -> None:

@@ -130,8 +130,8 @@ def test_a_round_wanted_gives_way_to_a_measurement() -> None:
     pace = Pace(None, None)
     assert move(pace, controller, 3, num_unseen=4) == Move(catch_up=True)
     controller.gamma, controller.measuring = 0, True
-    assert move(pace, controller, 1) == Move(num_steps=3)
-    assert move(pace, controller) == Move(num_steps=3)
+    assert move(pace, controller, 1) == Move(num_steps=6)
+    assert move(pace, controller) == Move(num_steps=6)
     controller.gamma, controller.measuring = 5, False
     assert move(pace, controller) == Move(num_draft_tokens=5)
 

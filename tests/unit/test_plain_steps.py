@@ -47,7 +47,7 @@ def test_a_measurement_behind_a_stall_is_not_of_the_stall() -> None:
         steps.observe(4, STEP, i * STEP, i * STEP)
     assert steps.measure_if_older(4, 1.0, 50.0, 50.0)
     now = 50.0
-    for gap in (5 * STEP, 0.0001, 0.0001, 0.0001, 0.0001, STEP, STEP):
+    for gap in (5 * STEP, 0.0001, 0.0001, 0.0001, 0.0001, *[STEP] * 5):
         now += gap
         steps.observe(4, gap, now, now)
     assert not steps.measuring
@@ -70,6 +70,6 @@ def measured(*gaps: float) -> float:
 
 
 def test_what_a_measurement_finds_to_be_quite_different_is_measured_again() -> None:
-    assert measured(1.1, 1.1, 1.1) == pytest.approx(1.05, rel=0.01)
-    assert measured(1.0, 4.0, 4.0, 1.0, 1.0, 1.0) == pytest.approx(1.0, rel=0.01)
-    assert measured(4.0, 4.0, 4.0, 4.0, 4.0, 4.0) == pytest.approx(4.0, rel=0.01)
+    assert measured(*[1.1] * 6) == pytest.approx(1.05, rel=0.01)
+    assert measured(1.0, *[4.0] * 5, *[1.0] * 6) == pytest.approx(1.0, rel=0.01)
+    assert measured(*[4.0] * 12) == pytest.approx(4.0, rel=0.01)
