@@ -311,13 +311,14 @@ async def test_those_that_want_the_same_fetch_it_once(redis: RedisServer, monkey
 
 
 async def test_a_prefix_outlives_its_workers() -> None:
-    [reference] = references(DEMO_TARGET, python_prompts(200), 1, 24)
+    # Long enough for any machine to fetch it sooner than it could compute it.
+    [reference] = references(DEMO_TARGET, python_prompts(1000), 1, 24)
     async with running_stack(prefix_store=True, draft=None) as stack, inference(stack) as stub:
         for restarted in (False, True):
             if restarted:
-                await until_stored(stack.redis, 200 // 16)
+                await until_stored(stack.redis, 1000 // 16)
                 stack.kill("target-0")
             answer = await generate(stub, reference.prompt, max_tokens=24, temperature=0, ignore_eos=True)
             assert answer.token_ids == reference.token_ids
-            assert answer.usage.cached_tokens == (192 if restarted else 0)
+            assert answer.usage.cached_tokens == (992 if restarted else 0)
         await wait_until_idle(stack)
