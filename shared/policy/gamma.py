@@ -233,6 +233,8 @@ class GammaController:
             return
         del self._members[sequence]
         self._deactivate(sequence)
+        if self._shadow_scout is sequence:
+            self._shadow_scout = None
         if num_output_tokens is not None:
             self._num_output_tokens += _OUTPUT_WEIGHT * (num_output_tokens - self._num_output_tokens)
 
@@ -285,8 +287,8 @@ class GammaController:
         `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
         for that one too: of what they say of the same step the least is believed, once the next is heard of.
         """
-        if seconds <= 0 or (self.gamma > 0 and not self.measuring):
-            return  # of a sequence that has not joined the others' rounds
+        if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
+            return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
         if step is not None and received <= step.received:
             self._last_plain = step._replace(seconds=min(step.seconds, seconds))
@@ -348,7 +350,7 @@ class GammaController:
         catch_up = sum(self._catch_up_share(each, where) for each, where in joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
-        best, best_gain = 0, _STAY_AT if self.gamma > 0 else self._begin_at(load)
+        best, best_gain = 0, _STAY_AT if self.gamma > 0 else self._begin_at(now.load)
         for gamma in range(1, self._max_num_draft_tokens + 1):
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
@@ -413,7 +415,8 @@ class GammaController:
         share = 1.0 if self.gamma > 0 else self._prefill_bound.share
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
-        if not sequence.active and self._joins(situation, situation, rate_at_best, gamma, share):
+        joins = not self.measuring and self._joins(situation, situation, rate_at_best, gamma, share)
+        if not sequence.active and joins:
             self._activate(sequence, situation)
         return gamma if sequence.active else 0
 

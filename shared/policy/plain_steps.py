@@ -37,7 +37,7 @@ class PlainSteps:
         self._measured_from = -math.inf
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
-        self._followed = 0.0
+        self._followed: dict[int, float] = {}  # by power of two of the load
 
     @property
     def measuring(self) -> bool:
@@ -72,9 +72,11 @@ class PlainSteps:
 
     def follow(self, load: int, change: float) -> None:
         """The rounds that go on at this load, each of which holds a plain step, take longer by that (a logarithm)."""
-        followed = min(max(self._followed + change, -_MOST_FOLLOWED), _MOST_FOLLOWED)
-        self._overhead.rescale(load, math.exp(followed - self._followed))
-        self._followed = followed
+        bucket = nearest_power(load)
+        before = self._followed.get(bucket, 0.0)
+        followed = min(max(before + change, -_MOST_FOLLOWED), _MOST_FOLLOWED)
+        self._overhead.rescale(load, math.exp(followed - before))
+        self._followed[bucket] = followed
 
     def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
@@ -86,6 +88,7 @@ class PlainSteps:
             return False
         self._too_fast = []
         if not self.measuring:
+            self._followed.pop(nearest_power(load), None)
             self._overhead.observe(load, 0, expected, seconds, 1.0)
             return False
         if now - seconds < self._measured_from:
@@ -98,5 +101,5 @@ class PlainSteps:
             self._num_to_measure = _MEASURED_STEPS
             return False
         self._overhead.correct(load, 0, self._measured)
-        self._followed = 0.0
+        self._followed.pop(nearest_power(load), None)
         return True

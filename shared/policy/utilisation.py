@@ -6,6 +6,8 @@ import math
 
 # What was so many seconds ago counts e times less than what is now.
 _MEMORY_SECONDS = 5.0
+# Between two loads nothing is forgotten: a longer pause counts as this one.
+_LONGEST_PAUSE_SECONDS = 0.5
 # The least that is taken to be left over: just so much dearer can work get for those behind it. A drafter that has
 # cores of its own puts off nobody's prompts, and whether it has is not known.
 _LEAST_IDLE = 0.5
@@ -20,7 +22,7 @@ class Utilisation:
 
     def observe(self, busy: bool, now: float) -> None:
         """Since the last call there were prompts to compute, or there were none."""
-        kept = math.exp((self._since - now) / _MEMORY_SECONDS)
+        kept = math.exp(-min(now - self._since, _LONGEST_PAUSE_SECONDS) / _MEMORY_SECONDS)
         self.share = kept * self.share + (1 - kept) * busy
         self._since = now
 

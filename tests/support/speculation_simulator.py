@@ -79,6 +79,7 @@ class _Lane:
     in_shadow: bool = False
     catching_up: int = 0
     asked_unseen: int = 0
+    asked_beside_prompts: bool = False
     received: float = 0.0
     received_prefill: float = 0.0
     seconds: float = 0.0
@@ -379,7 +380,8 @@ class Simulation:
             self.trace.append((self.now, gamma))
             if gamma:
                 lane.pace.drafting.acceptance.observe(gamma, accepted)
-                self.controller.observe_round(decoding, gamma, lane.asked_unseen, lane.seconds)
+                if not lane.asked_beside_prompts:
+                    self.controller.observe_round(decoding, gamma, lane.asked_unseen, lane.seconds)
             elif lane.num_output > 1:
                 self.controller.observe_plain(decoding, lane.seconds, self.now)
             if lane.num_output >= lane.num_output_wanted:
@@ -407,6 +409,7 @@ class Simulation:
                 asked = True
             if move.num_draft_tokens:
                 lane.asked, lane.asked_unseen, lane.drawn = move.num_draft_tokens, unseen, 0
+                lane.asked_beside_prompts = situation.prefill_bound
             lane.num_steps += move.num_steps
         self.arrive()
         if asked:

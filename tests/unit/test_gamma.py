@@ -536,6 +536,43 @@ def test_nothing_is_learnt_of_plain_steps_while_one_scouts_in_their_shadow() -> 
     assert found.plain_seconds(1) == pytest.approx(0.09, rel=0.1)
 
 
+def test_a_scout_that_leaves_before_its_rounds_are_made_silences_nobody() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.04), clock)
+    scout = Drafting(found.acceptance, in_shadow=True)
+    assert found.choose(scout, situation(2)) == 0
+    assert scout.num_scouting_rounds > 0
+    found.leave(scout, None)
+    for _ in range(40):
+        clock.now += 0.09
+        found.observe_plain(1, 0.09, clock.now)
+    assert found.plain_seconds(1) == pytest.approx(0.09, rel=0.1)
+
+
+def test_nothing_is_learnt_of_plain_steps_beside_what_others_draft_beside_prompts() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.0001), clock)
+    found.acceptance = at(0.9)
+    for _ in range(60):
+        clock.now += 1
+        gamma = found.choose(drafting(0.9), situation(4, 1, 8, 8 * 4000))
+    assert gamma > 0
+    assert found.gamma == 0
+    for _ in range(40):
+        clock.now += 0.2
+        found.observe_plain(4, 0.2, clock.now)
+    assert found.plain_seconds(4) == pytest.approx(0.05, rel=0.01)
+
+
+def test_nobody_joins_beside_prompts_while_plain_steps_are_measured() -> None:
+    clock = Clock()
+    found = GammaController(flat(0.05), flat(0.02), MAX, clock)
+    assert found.choose(drafting(0.6), situation(4)) == 0
+    assert found.measuring
+    clock.now += 0.01
+    assert found.choose(drafting(0.99), situation(4, 1, 8, 8 * 4000)) == 0
+
+
 def test_measuring_plain_steps_ends_though_a_sequence_was_scouting() -> None:
     """Its drafter may be away, so that it asks for nothing any more."""
     clock = Clock()

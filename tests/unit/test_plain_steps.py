@@ -73,3 +73,21 @@ def test_what_a_measurement_finds_to_be_quite_different_is_measured_again() -> N
     assert measured(*[1.1] * 6) == pytest.approx(1.05, rel=0.01)
     assert measured(1.0, *[4.0] * 5, *[1.0] * 6) == pytest.approx(1.0, rel=0.01)
     assert measured(*[4.0] * 12) == pytest.approx(4.0, rel=0.01)
+
+
+def test_plain_steps_follow_the_rounds_of_their_load_only_so_far_until_they_are_seen_again() -> None:
+    steps = PlainSteps(StepCosts([(1, STEP)]))
+    for load in (1, 8):
+        for i in range(100):
+            steps.observe(load, STEP, i * STEP, i * STEP)
+    for _ in range(40):
+        steps.follow(8, 0.01)
+    assert steps.seconds(8) == pytest.approx(1.16 * STEP, rel=0.01)
+    assert steps.seconds(1) == pytest.approx(STEP)
+    for _ in range(40):
+        steps.follow(1, -0.01)
+    assert steps.seconds(1) == pytest.approx(STEP / 1.16, rel=0.01)
+    for i in range(100):
+        steps.observe(8, STEP, i * STEP, i * STEP)
+    steps.follow(8, 0.1)
+    assert steps.seconds(8) == pytest.approx(1.105 * STEP, rel=0.01)

@@ -191,7 +191,8 @@ class SequenceSession:
             self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
             self._drafted = list(proposal.token_ids) if proposal is not None else []
             gamma = self._controller()
-            if gamma is not None:
+            # What it takes beside prompts that fill the steps says little of others.
+            if gamma is not None and not situation.prefill_bound:
                 gamma.observe_round(situation.load, drafted, situation.num_unseen, entry.seconds_since(last))
         return entry
 
