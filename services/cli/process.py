@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process, create_subprocess_exec
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc.aio
@@ -116,7 +116,7 @@ class ServiceProcess:
     async def _run(self, start_seconds: float) -> tuple[int, bool]:
         """One life of the process: its exit status, and whether it was ever SERVING."""
         self._last_line = ""
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = await create_subprocess_exec(
             *self._command,
             env=self._environment,
             stdin=DEVNULL,
