@@ -40,6 +40,19 @@ class StepCosts:
         share = (num_tokens - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return (1 - share) * seconds[above - 1] + share * seconds[above]
 
+    def seconds_of_prompts(self, num_tokens: int, num_prompt_tokens: int, num_decoding: int, seconds: float) -> float:
+        """Of the `seconds` of a step of `num_tokens`, what its prompt tokens add to a plain step of all
+        `num_decoding` sequences.
+
+        That is what they cost plain decoding, where they ride along. What a step for them alone takes beyond it, while
+        rounds have their tokens drafted, is the rounds' own cost.
+        """
+        if num_prompt_tokens == 0:
+            return 0.0
+        beside = max(num_tokens - num_prompt_tokens, num_decoding)
+        added = self.seconds(beside + num_prompt_tokens) - (self.seconds(beside) if beside else 0.0)
+        return seconds * min(1.0, added / self.seconds(num_tokens))
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of that many tokens took that long.
 

@@ -299,6 +299,7 @@ class Simulation:
     def end_target_step(self) -> None:
         seconds, num_tokens = self.now - self.target.began, self.target.num_tokens
         results = []
+        num_decoding = len(self.lanes) - len(self.prefills)
         num_prompt = 0
         for lane in self.target.lanes:
             if lane.prompt_left:
@@ -324,9 +325,7 @@ class Simulation:
             if gamma and lane.num_steps == 0 and lane.num_output < lane.num_output_wanted:
                 self.gathering.left(lane)
             results.append((lane, gamma, accepted))
-        num_others = num_tokens - num_prompt
-        others = self.costs.seconds(num_others) / self.costs.seconds(num_tokens) if num_others else 0.0
-        self.prefill_seconds += seconds * (1 - others)
+        self.prefill_seconds += self.costs.seconds_of_prompts(num_tokens, num_prompt, num_decoding, seconds)
         prefill = self.prefill_seconds
         self.at(self.now + self.machine.transport, lambda: self.receive(results, prefill))
         self.step_target()

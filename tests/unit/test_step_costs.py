@@ -126,3 +126,17 @@ def test_costs_do_not_fall_with_size_and_are_as_close_as_can_be(seed: int) -> No
         best = max(min(statistics.fmean(measured[a : b + 1]) for b in range(i, 12)) for a in range(i + 1))
         assert value == pytest.approx(best)
     assert found == sorted(found)
+
+
+def test_prompts_cost_what_they_add_to_a_plain_step_of_all_that_decode() -> None:
+    costs = StepCosts([(1, 0.010), (10, 0.010), (30, 0.020), (50, 0.040)])
+    assert costs.seconds_of_prompts(10, 0, 10, 0.03) == 0
+    # In a step that holds all that decode: what it takes longer, by the costs' share of what it took.
+    assert costs.seconds_of_prompts(30, 20, 10, 0.03) == pytest.approx(0.03 * (0.020 - 0.010) / 0.020)
+    # Alone in a step: no more than beside them, though the step has taken as long for them.
+    assert costs.seconds_of_prompts(20, 20, 10, 0.015) == pytest.approx(0.020 - 0.010)
+    # Nobody decodes, or more is verified than would decode: what the step takes longer.
+    assert costs.seconds_of_prompts(20, 20, 0, 0.02) == pytest.approx(0.02)
+    assert costs.seconds_of_prompts(50, 20, 10, 0.04) == pytest.approx(0.04 - 0.02)
+    # Whatever the costs say, not more than the step took.
+    assert costs.seconds_of_prompts(20, 20, 40, 0.01) == pytest.approx(0.01)

@@ -189,8 +189,9 @@ async def test_the_backlog_is_what_was_sent_and_not_yet_answered(seed: int) -> N
     assert queued(link) == (0, 0)
 
 
-async def test_what_the_worker_spends_on_prompts_is_not_counted_between_two_results() -> None:
-    """Of a step of 100 tokens, 80 of prompts, as much as it is longer than one of 20."""
+async def test_what_prompts_add_to_steps_is_not_counted_between_two_results() -> None:
+    """Of a step of 100 tokens of prompts as much as they make a plain step of the one sequence longer; of one of 100,
+    80 of prompts, as much as it is longer than one of 20."""
     link = connected()
     link.costs = StepCosts([(1, 0.01), (101, 0.11)])
     link.costs.observe = lambda *_: None  # type: ignore[method-assign]
@@ -211,7 +212,7 @@ async def test_what_the_worker_spends_on_prompts_is_not_counted_between_two_resu
     mixed = await step(100, 80, 0.22)
     assert mixed is not None
     passed = mixed.received - plain.received
-    assert passed - mixed.seconds_since(plain) == pytest.approx(0.25 + 0.22 * (1 - 0.029 / 0.109))
+    assert passed - mixed.seconds_since(plain) == pytest.approx(0.25 * 0.1 / 0.109 + 0.22 * (1 - 0.029 / 0.109))
 
 
 async def test_other_routers_sequences_count_as_load() -> None:

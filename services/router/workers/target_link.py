@@ -45,7 +45,8 @@ class WorkerLost(Exception):
 class LaneResult:
     """A sequence's result and when it came (`time.monotonic`).
 
-    `prefill_seconds`: what the worker had spent on prompts by then, in all steps together.
+    `prefill_seconds`: what prompts had added by then to the worker's steps, all together (see
+    `StepCosts.seconds_of_prompts`).
     """
 
     result: target_pb2.StepResult
@@ -53,7 +54,7 @@ class LaneResult:
     prefill_seconds: float
 
     def seconds_since(self, last: LaneResult) -> float:
-        """From that result to this one, without what the worker spent on prompts in between."""
+        """From that result to this one, without what prompts added in between."""
         return self.received - last.received - (self.prefill_seconds - last.prefill_seconds)
 
 
@@ -384,11 +385,13 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             self.draining = True
             self._notifying = asyncio.create_task(self._notify())
         if response.HasField("stats"):
-            self._stats = response.stats
+            stats = self._stats = response.stats
             if response.results:
-                self.costs.observe(response.stats.num_tokens, response.stats.seconds)
-            self._prefill_seconds += self._seconds_of_prompts(response.stats)
-            self.backlog.computed(response.stats.num_own_prefill_tokens)
+                self.costs.observe(stats.num_tokens, stats.seconds)
+            self._prefill_seconds += self.costs.seconds_of_prompts(
+                stats.num_tokens, stats.num_prefill_tokens, self.num_decoding, stats.seconds
+            )
+            self.backlog.computed(stats.num_own_prefill_tokens)
         if response.HasField("others"):
             self._others = response.others
         for pull in response.pulls:
@@ -436,14 +439,6 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
         self._end_waiting(lane)
         if lane.probe:
             self.breaker.abandon_probe()
-
-    def _seconds_of_prompts(self, stats: worker_pb2.StepStats) -> float:
-        """By how much the prompts in a step made it longer."""
-        if not stats.num_prefill_tokens:
-            return 0.0
-        num_others = stats.num_tokens - stats.num_prefill_tokens
-        others = self.costs.seconds(num_others) / self.costs.seconds(stats.num_tokens) if num_others else 0.0
-        return stats.seconds * (1 - others)
 
     @property
     def _step_seconds(self) -> float:
