@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shared.engine.native.library import Library
 from shared.engine.native.matrix import NativeMatrix
+from shared.engine.quantised_weight import QuantisedWeight
 
 # Rows the layout is chosen for. oneDNN's choice hardly depends on it; small steps are the common ones.
 _TYPICAL_ROWS = 32
@@ -95,12 +96,17 @@ class PackedLinear(nn.Module):
         return self._shared.output(self._member, x)
 
 
-def pack_linears(model: nn.Module, run: Callable[[], Any], kernels: Library | None) -> int:
+def pack_linears(
+    model: nn.Module,
+    run: Callable[[], Any],
+    kernels: Library | None,
+    quantised: Mapping[nn.Linear, QuantisedWeight],
+) -> int:
     """Replaces the model's bf16 CPU linear layers by packed ones; returns how many.
 
-    For `kernels` of our own, else for oneDNN. `run` runs the model once, which shows what layers share their input.
-    Only exact `nn.Linear`s are replaced: a subclass may compute something else. The plain weights are freed unless
-    something else (tied embeddings) still holds them.
+    For `kernels` of our own, which take those that are `quantised` as such, else for oneDNN. `run` runs the model once,
+    which shows what layers share their input. Only exact `nn.Linear`s are replaced: a subclass may compute something
+    else. The plain weights are freed unless something else (tied embeddings) still holds them.
     """
     places = [
         (module, name, child)
@@ -110,12 +116,13 @@ def pack_linears(model: nn.Module, run: Callable[[], Any], kernels: Library | No
         and (can_pack(child.weight) if kernels is None else child.weight.dtype == torch.bfloat16)
     ]
     inputs = _inputs_seen([child for _, _, child in places], run)
-    groups: dict[tuple[nn.Module, Tensor | nn.Linear], list[tuple[str, nn.Linear]]] = {}
+    groups: dict[tuple[nn.Module, Tensor | nn.Linear, bool], list[tuple[str, nn.Linear]]] = {}
     for module, name, child in places:
-        groups.setdefault((module, inputs.get(child, child)), []).append((name, child))
-    for (module, _), members in groups.items():
+        groups.setdefault((module, inputs.get(child, child), child in quantised), []).append((name, child))
+    for (module, *_), members in groups.items():
         linears = [child for _, child in members]
-        shared = _SharedInput(PackedMatrix(linears) if kernels is None else NativeMatrix.of(kernels, linears))
+        matrix = PackedMatrix(linears) if kernels is None else NativeMatrix.of(kernels, linears, quantised)
+        shared = _SharedInput(matrix)
         for i, (name, _) in enumerate(members):
             setattr(module, name, PackedLinear(shared, i))
     return len(places)

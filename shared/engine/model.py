@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from shared.engine.attention.batch import AttentionBatch
@@ -19,7 +19,8 @@ from shared.engine.linear import pack_linears
 from shared.engine.native.decoder import LayerAttention, NativeDecoder
 from shared.engine.native.library import has_kernels, load_library
 from shared.engine.packed_llama import PackedLlama
-from shared.engine.settings import Native
+from shared.engine.quantised_weight import QuantisedWeight
+from shared.engine.settings import Native, Quantize
 from shared.engine.source import check_source
 from shared.settings import StartupError
 
@@ -37,8 +38,9 @@ class CausalLM:
     selective batching (Yu et al. 2022), by way of one attention function.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, native: Native = "off") -> None:
-        """`native`: whether kernels of our own are used where there are any."""
+    def __init__(self, model: PreTrainedModel, name: str, native: Native = "off", quantize: Quantize = "none") -> None:
+        """`native`: whether kernels of our own are used where there are any. `quantize`: what the weights of its linear
+        layers are rounded to, all but the head's."""
         config = model.config.get_text_config()
         self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.name = name
@@ -51,9 +53,18 @@ class CausalLM:
         # Kernels of our own for this device and type, if there are any.
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
+        # By layer; the model itself has what they stand for.
+        self._quantised = {} if quantize == "none" else self._quantise(quantize)
 
     @classmethod
-    def load(cls, source: str, device: str = "auto", dtype: str = "auto", native: Native = "auto") -> CausalLM:
+    def load(
+        cls,
+        source: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        native: Native = "auto",
+        quantize: Quantize = "none",
+    ) -> CausalLM:
         """Loads from a local folder or by hub name. Raises StartupError with one clear line."""
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         if chosen.type == "cuda" and not torch.cuda.is_available():
@@ -73,7 +84,7 @@ class CausalLM:
         except Exception as error:
             # transformers, safetensors and the hub client share no exception class.
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
-        return cls(model, folder.name if folder.is_dir() else source, native)
+        return cls(model, folder.name if folder.is_dir() else source, native, quantize)
 
     @torch.inference_mode()
     def forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
@@ -111,8 +122,9 @@ class CausalLM:
 
     def pack(self) -> None:
         """Lays the weights out for speed on CPU. Fingerprint and reference logits must have been taken before."""
+        quantised, self._quantised = self._quantised, {}
         if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self._attention):
-            self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self._attention)
+            self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self._attention, quantised)
             logger.info("model packed for kernels of its own", extra={"layers": self.kv_shape.num_layers})
             return
         if self.kernels is None and PackedLlama.fits(self._model):
@@ -120,10 +132,34 @@ class CausalLM:
             logger.info("Llama layers packed for oneDNN", extra={"layers": self.kv_shape.num_layers})
             return
         packed = pack_linears(
-            self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)), self.kernels
+            self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)), self.kernels, quantised
         )
         if packed:
             logger.info("linear layers packed", extra={"layers": packed})
+
+    @torch.inference_mode()
+    def _quantise(self, quantize: Quantize) -> dict[nn.Linear, QuantisedWeight]:
+        """Rounds the weights. Raises StartupError where nothing could multiply by them."""
+        refused = f"model {self.name} cannot be served with quantize {quantize}"
+        if getattr(self._model.config, "quantization_config", None) is not None:
+            raise StartupError(f"{refused}: its checkpoint is quantised already")
+        if self.dtype != torch.bfloat16 or self.kernels is None:
+            kind = str(self.dtype).removeprefix("torch.")
+            raise StartupError(
+                f"{refused}: that needs dtype bfloat16 and kernels of its own for a CPU (native auto), "
+                f"not {kind} on {self.device.type}" + (" without them" if self.kernels is None else "")
+            )
+        head = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        quantised = {}
+        for module in self._model.modules():
+            if type(module) is nn.Linear and module is not head:
+                try:
+                    weight = quantised[module] = QuantisedWeight.of(module.weight, 8 if quantize == "int8" else 4)
+                except StartupError as error:
+                    raise StartupError(f"{refused}: {error}") from error
+                module.weight.copy_(weight.dequantised())
+        logger.info("weights quantised", extra={"to": quantize, "layers": len(quantised)})
+        return quantised
 
 
 def _probe_attention(model: PreTrainedModel, name: str) -> tuple[KVShape, list[LayerAttention]]:

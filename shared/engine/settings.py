@@ -23,6 +23,7 @@ def _power_of_two(value: int) -> int:
 
 
 Native = Literal["auto", "off"]
+Quantize = Literal["none", "int8", "int4"]
 
 
 class EngineSettings(ServiceSettings):
@@ -73,5 +74,10 @@ class EngineSettings(ServiceSettings):
     native: Native = Field(
         default="auto",
         description="auto: kernels of its own on CPUs with AVX2 or AVX-512, compiled when needed; off: PyTorch's.",
+    )
+    quantize: Quantize = Field(
+        default="none",
+        description="none, or what weights of linear layers but the head are rounded to: int8, with a scale for each "
+        "output, or int4, with one for each 64 inputs of it. In bfloat16 on CPUs with kernels of its own.",
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; unset: PyTorch's default.")

@@ -39,7 +39,8 @@ def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    engine = Engine(CausalLM.load(settings.model, settings.device, settings.dtype, settings.native), settings, sample)
+    model = CausalLM.load(settings.model, settings.device, settings.dtype, settings.native, settings.quantize)
+    engine = Engine(model, settings, sample)
     engine.warm_up()
     logger.info(
         "model ready",

@@ -25,12 +25,20 @@ NUM_PROMPTS = 12
 SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
+# Both models as they are; or the target's weights rounded a little, and the draft's more.
+QUANTIZE: tuple[dict[str, dict[str, str]], ...] = (
+    {},
+    {"target-0": {"OUTRIDER_TARGET_QUANTIZE": "int8"}, "draft": {"OUTRIDER_DRAFT_QUANTIZE": "int4"}},
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=QUANTIZE, ids=["bf16", "quantised"])
+async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     kernels("avx2")
     # Prompts in chunks, beside others' rounds; two threads, where there were one.
     chunked = {"OUTRIDER_TARGET_MAX_BATCH_TOKENS": "100"}
-    async with running_stack({"target-0": chunked}, dtype="bfloat16", num_threads=2) as running:
+    settings = request.param | {"target-0": chunked | request.param.get("target-0", {})}
+    async with running_stack(settings, dtype="bfloat16", num_threads=2) as running:
         yield running
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.engine.native.matrix import NativeMatrix
+from shared.engine.quantised_weight import QuantisedWeight
 from tests.support.kernels import INSTRUCTION_SETS, kernels
 
 # One row's own, blocks of unequal length, more than one pass; odd and whole numbers of inputs and panels.
@@ -23,7 +24,7 @@ def randn(*size: int, seed: int = 0) -> Tensor:
 def test_products_are_those_of_the_layers(instruction_set: str, shape: tuple[int, int]) -> None:
     inputs, outputs = shape
     first, second = nn.Linear(inputs, outputs).bfloat16(), nn.Linear(inputs, 5, bias=False).bfloat16()
-    matrix = NativeMatrix.of(kernels(instruction_set), [first, second])
+    matrix = NativeMatrix.of(kernels(instruction_set), [first, second], {})
     assert matrix.sizes == [outputs, 5]
     for rows in ROWS:
         x = randn(rows, inputs)
@@ -50,3 +51,48 @@ def test_any_layout_of_inputs_and_none(instruction_set: str) -> None:
     assert torch.equal(matrix.product(x), matrix.product(x.contiguous()))
     assert matrix.product(x.reshape(2, 3, 16)).shape == (2, 3, 32)
     assert matrix.product(randn(0, 16)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [*SHAPES, (150, 70)], ids=str)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_quantised_products_are_those_of_what_the_weights_stand_for(
+    instruction_set: str, shape: tuple[int, int], bits: int
+) -> None:
+    inputs, outputs = shape
+    weights = [QuantisedWeight.of(randn(size, inputs, seed=size), bits) for size in (outputs, 5)]
+    bias = randn(5)
+    matrix = NativeMatrix(kernels(instruction_set), weights, [None, bias])
+    exact_weight = torch.cat([weight.dequantised() for weight in weights]).double()
+    for rows in ROWS:
+        x = randn(rows, inputs)
+        exact = x.double() @ exact_weight.T
+        exact[:, outputs:] += bias
+        torch.testing.assert_close(matrix.product(x).double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_every_quantised_number_comes_back(instruction_set: str, bits: int) -> None:
+    """Times one input that is 1, among others that are 0 or, unread, not a number."""
+    most = 2 ** (bits - 1) - 1
+    numbers = torch.arange(-most, most + 1).to(torch.int8).unsqueeze(1)
+    values = numbers.repeat(1, 131)
+    weight = QuantisedWeight(
+        values, torch.full((len(values), 3 if bits == 4 else 1), 0.5), bits, 64 if bits == 4 else 131
+    )
+    matrix = NativeMatrix(kernels(instruction_set), [weight], [None])
+    x = torch.eye(131).bfloat16()
+    assert torch.equal(matrix.product(x).float(), 0.5 * values.T)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_rows_product_with_quantised_weights_does_not_depend_on_the_others(instruction_set: str) -> None:
+    for bits in (8, 4):
+        matrix = NativeMatrix(kernels(instruction_set), [QuantisedWeight.of(randn(90, 300), bits)], [None])
+        x = randn(40, 300, seed=1)
+        alone = torch.cat([matrix.product(x[i : i + 1]) for i in range(len(x))])
+        for rows in (2, 5, 7, 12, 40):
+            assert torch.equal(matrix.product(x[:rows]), alone[:rows])
+        x[3] = torch.nan
+        assert torch.equal(matrix.product(x)[4:], alone[4:])

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 # In order of preference: what the CPU must have, by the names in /proc/cpuinfo, and the compiler be told.
 _INSTRUCTION_SETS = {
     "avx512": {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512dq": "-mavx512dq",
-               "avx512_bf16": "-mavx512bf16", "avx2": "-mavx2", "fma": "-mfma"},
+               "avx512vbmi": "-mavx512vbmi", "avx512_bf16": "-mavx512bf16",
+               "avx2": "-mavx2", "fma": "-mfma"},
     "avx2": {"avx2": "-mavx2", "fma": "-mfma"},
 }  # fmt: skip
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")

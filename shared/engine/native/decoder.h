@@ -17,7 +17,7 @@ struct Layer {
     Attention attention;
 };
 
-// `gate_up`: 16 outputs of the one and 16 of the other in each panel. `embedding` [vocabulary, hidden], or null if the
+// `head` is in bf16. `gate_up`: 16 outputs of the one and 16 of the other in each panel. `embedding` [vocabulary, hidden], or null if the
 // head's own weights are. `logit_softcap` 0: none.
 struct Decoder {
     const bf16 *embedding;
@@ -100,7 +100,7 @@ static inline void embed(const Decoder &model, const int64_t *tokens, int64_t nu
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < num_tokens; t++) {
         float *x = stream + t * model.hidden;
-        const bf16 *panel = model.head.panel(tokens[t] / PANEL) + tokens[t] % PANEL * 2;
+        const bf16 *panel = model.head.panel<bf16>(tokens[t] / PANEL) + tokens[t] % PANEL * 2;
         for (int64_t k = 0; k < model.hidden; k++) {
             bf16 value = model.embedding ? model.embedding[tokens[t] * model.hidden + k]
                                          : panel[k / 2 * PANEL * 2 + k % 2];

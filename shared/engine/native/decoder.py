@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from shared.engine.kv_pool import KVShape
 from shared.engine.native.library import Attention, Decoder, Layer, Library
 from shared.engine.native.matrix import PANEL, NativeMatrix
 from shared.engine.native.step import NativeStep
+from shared.engine.quantised_weight import QuantisedWeight
 
 # Exactly these, not their subclasses, which may compute something else.
 _FAMILIES = (
@@ -56,11 +57,18 @@ class NativeDecoder:
     """A model whose weights moved into the kernels' layout; it cannot run by itself any more."""
 
     def __init__(
-        self, library: Library, model: PreTrainedModel, shape: KVShape, attention: Sequence[LayerAttention]
+        self,
+        library: Library,
+        model: PreTrainedModel,
+        shape: KVShape,
+        attention: Sequence[LayerAttention],
+        quantised: Mapping[nn.Linear, QuantisedWeight],
     ) -> None:
-        """`attention` of every layer, in order. Only where `fits`."""
+        """`attention` of every layer, in order; `quantised`: all linear layers but the head, or none. Only where
+        `fits`."""
         decoder, config = model.model, model.config
         self._library = library
+        self._quantised = quantised
         self._kept: list[object] = []
         self._norm_offset = 1.0 if type(model) in _GEMMAS else 0.0
         self._rotary = decoder.rotary_emb
@@ -80,6 +88,7 @@ class NativeDecoder:
         self._layers = (Layer * len(decoder.layers))(
             *(self._describe(layer, how) for layer, how in zip(decoder.layers, attention, strict=True))
         )
+        del self._quantised
         self._num_positions = 0
         self._rotations: dict[str | None, tuple[Tensor, Tensor]] = {}
         self._reach(1)
@@ -164,7 +173,7 @@ class NativeDecoder:
         return int(weight.data_ptr())
 
     def _pack(self, *linears: nn.Linear) -> NativeMatrix:
-        matrix = NativeMatrix.of(self._library, list(linears))
+        matrix = NativeMatrix.of(self._library, list(linears), self._quantised)
         self._kept.append(matrix)
         for linear in linears:
             _free(linear)
@@ -174,20 +183,25 @@ class NativeDecoder:
         """Gate and up in turns of half a panel, so that one panel has what belongs together."""
         if hasattr(mlp, "gate_up_proj"):
             linears = [mlp.gate_up_proj]
-            weights = list(mlp.gate_up_proj.weight.detach().chunk(2))
             both = mlp.gate_up_proj.bias
             biases = [] if both is None else list(both.detach().chunk(2))
         else:
             linears = [mlp.gate_proj, mlp.up_proj]
-            weights = [linear.weight.detach() for linear in linears]
             biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        weight = _in_turns(weights)
+        weight = self._weights_in_turns(linears)
         bias = _in_turns([part.unsqueeze(-1) for part in biases]).view(-1) if biases else None
         matrix = NativeMatrix(self._library, [weight], [bias])
         self._kept.append(matrix)
         for linear in linears:
             _free(linear)
         return matrix
+
+    def _weights_in_turns(self, linears: list[nn.Linear]) -> Tensor | QuantisedWeight:
+        if linears[0] not in self._quantised:
+            return _in_turns(_halves([linear.weight.detach() for linear in linears]))
+        parts = [self._quantised[linear] for linear in linears]
+        values, scales = (_in_turns(_halves(list(each))) for each in zip(*(part[:2] for part in parts), strict=True))
+        return parts[0]._replace(values=values, scales=scales)
 
     def _reach(self, num_positions: int) -> None:
         """Has the rotations of positions 0 to `num_positions` - 1 at hand."""
@@ -208,6 +222,11 @@ class NativeDecoder:
 
 def _activation(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def _halves(weights: list[Tensor]) -> list[Tensor]:
+    """Gate's and up's, whether they are two or one."""
+    return weights if len(weights) == 2 else list(weights[0].chunk(2))
 
 
 def _in_turns(parts: list[Tensor]) -> Tensor:

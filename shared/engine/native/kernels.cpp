@@ -14,9 +14,9 @@ int64_t outrider_sizes(int which) {
     return sizes[which];
 }
 
-// Numbers that a matrix takes when it is packed.
-int64_t outrider_packed_size(int64_t in, int64_t out) {
-    return Matrix{nullptr, nullptr, in, out}.num_panels() * PANEL * num_units<bf16>(in) * UNIT<bf16>;
+// Bytes that a matrix takes when it is packed.
+int64_t outrider_packed_size(int64_t in, int64_t out, int bits) {
+    return Matrix{nullptr, nullptr, nullptr, in, out, in, bits}.num_bytes();
 }
 
 // Lays out `rows` rows of weights, `from` [rows, in], as outputs `first` and following of a matrix; what of the last
@@ -27,6 +27,21 @@ void outrider_pack(const bf16 *from, int64_t rows, int64_t in, int64_t first, bf
     for (int64_t r = 0; r < rows; r++) {
         bf16 *to = packed + (first + r) / PANEL * pairs * PANEL * 2 + (first + r) % PANEL * 2;
         for (int64_t k = 0; k < in; k++) to[k / 2 * PANEL * 2 + k % 2] = from[r * in + k];
+    }
+}
+
+// The same of quantised weights of 8 or 4 bits; `packed` is all 0 before.
+void outrider_pack_quantised(const int8_t *from, int64_t rows, int64_t in, int64_t first, int bits, uint8_t *packed,
+                             int num_threads) {
+    int64_t units = num_units<Int8>(in), bytes = PANEL * 2 * bits / 8;
+#pragma omp parallel for num_threads(num_threads)
+    for (int64_t r = 0; r < rows; r++) {
+        uint8_t *panel = packed + (first + r) / PANEL * units * bytes;
+        for (int64_t k = 0; k < in; k++) {
+            int at = place((first + r) % PANEL, k % 2);
+            if (bits == 8) panel[k / 2 * bytes + at] = encoded(from[r * in + k]);
+            else panel[k / 2 * bytes + at / 2] |= (from[r * in + k] & 15) << at % 2 * 4;
+        }
     }
 }
 

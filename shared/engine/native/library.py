@@ -16,7 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class Matrix(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64)]
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("group", c_int64),
+        ("bits", c_int32),
+    ]
 
 
 class Pool(Structure):
@@ -112,9 +120,12 @@ class Library:
             if [sizes(i) for i in range(len(_STRUCTURES))] != [ctypes.sizeof(each) for each in _STRUCTURES]:
                 raise CannotBuild(f"{path.name} lays its structures out in another way")
             self.packed_size = library.outrider_packed_size
-            self.packed_size.argtypes, self.packed_size.restype = [c_int64, c_int64], c_int64
+            self.packed_size.argtypes, self.packed_size.restype = [c_int64, c_int64, c_int], c_int64
             self.pack = library.outrider_pack
             self.pack.argtypes, self.pack.restype = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int], None
+            self.pack_quantised = library.outrider_pack_quantised
+            self.pack_quantised.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]
+            self.pack_quantised.restype = None
             self.linear = library.outrider_linear
             self.linear.argtypes, self.linear.restype = [c_void_p, c_void_p, c_int64, c_void_p, c_int], None
             self.attend = library.outrider_attend

@@ -1,16 +1,17 @@
-"""Weights in bf16 laid out for the kernels."""
+"""Weights in bf16, or quantised, laid out for the kernels."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shared.engine.native.library import Library, Matrix
+from shared.engine.quantised_weight import QuantisedWeight
 
-# Outputs of a panel, as in linear.h.
+# Outputs of a panel, as in panel.h.
 PANEL = 32
 
 
@@ -21,18 +22,29 @@ class NativeMatrix:
     is computed with.
     """
 
-    def __init__(self, library: Library, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        """`weights` `[size, in_features]`, contiguous, in bf16 on the CPU; `biases` `[size]` of any type."""
+    def __init__(
+        self, library: Library, weights: Sequence[Tensor | QuantisedWeight], biases: Sequence[Tensor | None]
+    ) -> None:
+        """`weights` `[size, in_features]`, contiguous, in bf16 on the CPU, or all quantised alike; `biases` `[size]` of
+        any type."""
         self._library = library
-        self.sizes = [len(weight) for weight in weights]
-        outputs, inputs = sum(self.sizes), weights[0].shape[1]
-        self._weight = torch.zeros(library.packed_size(inputs, outputs), dtype=torch.bfloat16)
-        first = 0
-        for weight in weights:
-            library.pack(
-                weight.data_ptr(), len(weight), inputs, first, self._weight.data_ptr(), torch.get_num_threads()
-            )
-            first += len(weight)
+        quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        plain = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
+        assert not plain or not quantised
+        values = [weight.values for weight in quantised] or plain
+        self.sizes = [len(each) for each in values]
+        outputs, inputs, num_threads = sum(self.sizes), values[0].shape[1], torch.get_num_threads()
+        bits, group = (quantised[0].bits, quantised[0].group) if quantised else (16, inputs)
+        self._weight = torch.zeros(library.packed_size(inputs, outputs, bits), dtype=torch.uint8)
+        packed, first = self._weight.data_ptr(), 0
+        for each in values:
+            where = each.data_ptr(), len(each), inputs, first
+            if quantised:
+                library.pack_quantised(*where, bits, packed, num_threads)
+            else:
+                library.pack(*where, packed, num_threads)
+            first += len(each)
+        self._scales = _by_panels(torch.cat([weight.scales for weight in quantised])) if quantised else None
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             parts = [
@@ -40,13 +52,15 @@ class NativeMatrix:
                 for size, bias in zip(self.sizes, biases, strict=True)
             ]
             self._bias = torch.cat(parts)
-        self.struct = Matrix(
-            self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(), inputs, outputs
-        )
+        bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
+        self.struct = Matrix(packed, bias, scales, inputs, outputs, group, bits)
 
     @classmethod
-    def of(cls, library: Library, linears: list[nn.Linear]) -> NativeMatrix:
-        weights = [linear.weight.detach().contiguous() for linear in linears]
+    def of(
+        cls, library: Library, linears: list[nn.Linear], quantised: Mapping[nn.Linear, QuantisedWeight]
+    ) -> NativeMatrix:
+        """All or none of the layers are `quantised`."""
+        weights = [quantised.get(linear, linear.weight.detach().contiguous()) for linear in linears]
         biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
         return cls(library, weights, biases)
 
@@ -59,3 +73,8 @@ class NativeMatrix:
                 ctypes.byref(self.struct), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()
             )
         return out.view(*x.shape[:-1], self.struct.outputs)
+
+
+def _by_panels(scales: Tensor) -> Tensor:
+    """`[outputs, groups]` to `[groups, outputs']`, filled up with zeros to whole panels."""
+    return nn.functional.pad(scales.T, (0, -len(scales) % PANEL)).contiguous()

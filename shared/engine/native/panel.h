@@ -2,7 +2,7 @@
 // side. A row's result is the same to the bit however many rows it is computed with.
 #pragma once
 
-#include "simd.h"
+#include "quantised.h"
 
 // Outputs of a panel.
 constexpr int PANEL = 32;
@@ -21,16 +21,18 @@ using Input = bf16;
 using Input = float;
 #endif
 
-// A panel is [units][PANEL], and a unit 4 bytes: two inputs in bf16, one as float.
-template <class Weight> constexpr int UNIT = 4 / sizeof(Weight);
+// A panel is [units][PANEL], and a unit two inputs, or one as float. So many of these make one.
+template <class Weight> constexpr int UNIT = 2;
+template <> constexpr int UNIT<float> = 1;
+template <> constexpr int UNIT<Int4> = 1;
 
 template <class Weight> static inline int64_t num_units(int64_t inputs) {
-    return (inputs + UNIT<Weight> - 1) / UNIT<Weight>;
+    return std::is_same_v<Weight, float> ? inputs : (inputs + 1) / 2;
 }
 
 // What rows that are multiplied by panels of these weights are made of.
-template <class Weight> struct Multiplied { using Type = float; };
-template <> struct Multiplied<bf16> { using Type = Input; };
+template <class Weight> struct Multiplied { using Type = Input; };
+template <> struct Multiplied<float> { using Type = float; };
 
 // Numbers from one row of inputs to the next: whole cache lines, and an odd number of them, as rows that are a power
 // of two apart would drive one another out of the cache.
@@ -52,11 +54,11 @@ struct RowBlocks {
 constexpr int FROM_MEMORY = 8192;
 constexpr int FROM_CACHE = 0;
 
-template <int AHEAD> ALWAYS_INLINE void fetch(const void *at) {
-    if constexpr (AHEAD > 0) {
-        _mm_prefetch(static_cast<const char *>(at) + AHEAD, _MM_HINT_T1);
-        _mm_prefetch(static_cast<const char *>(at) + AHEAD + 64, _MM_HINT_T1);
-    }
+template <int AHEAD, class Weight> ALWAYS_INLINE void fetch(const Weight *unit) {
+    constexpr int BYTES = PANEL * UNIT<Weight> * sizeof(Weight);
+    if constexpr (AHEAD > 0)
+        for (int line = 0; line < BYTES; line += 64)
+            _mm_prefetch(reinterpret_cast<const char *>(unit) + AHEAD + line, _MM_HINT_T1);
 }
 
 // to[r][0, PANEL) = row r times the panel, summed up in the order of the inputs; strides in numbers.
@@ -85,22 +87,22 @@ static void multiply(const float *rows, int64_t stride, const float *panel, int6
 }
 
 #if defined(__AVX512BF16__)
-template <int R, int AHEAD>
-static void multiply(const bf16 *rows, int64_t stride, const bf16 *panel, int64_t units, float *to, int64_t to_stride) {
+template <int R, int AHEAD, class Weight>
+static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride) {
     __m512 sums[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t j = 0; j < units; j++) {
-        const bf16 *at = panel + j * PANEL * 2;
-        fetch<AHEAD>(at);
-        __m512bh w0 = (__m512bh)_mm512_loadu_si512(at), w1 = (__m512bh)_mm512_loadu_si512(at + PANEL);
+        const Weight *unit = panel + j * PANEL * UNIT<Weight>;
+        fetch<AHEAD>(unit);
+        Operands w = operands(unit);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             int32_t pair;
             __builtin_memcpy(&pair, rows + r * stride + j * 2, 4);
             __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, w0);
-            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, w1);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, w.first);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, w.second);
         }
     }
 #pragma GCC unroll 16
@@ -109,8 +111,8 @@ static void multiply(const bf16 *rows, int64_t stride, const bf16 *panel, int64_
         for (int c = 0; c < 2; c++) _mm512_storeu_ps(to + r * to_stride + c * 16, sums[r][c]);
 }
 #else
-template <int R, int AHEAD>
-static void multiply(const float *rows, int64_t stride, const bf16 *panel, int64_t units, float *to, int64_t to_stride) {
+template <int R, int AHEAD, class Weight>
+static void multiply(const float *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride) {
     constexpr int COLUMNS = R <= 3 ? 4 : 2;
     for (int first = 0; first < 4; first += COLUMNS) {
         __m256 sums[R][COLUMNS];
@@ -119,19 +121,16 @@ static void multiply(const float *rows, int64_t stride, const bf16 *panel, int64
 #pragma GCC unroll 16
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_setzero_ps();
         for (int64_t j = 0; j < units; j++) {
-            const __m256i *at = reinterpret_cast<const __m256i *>(panel + j * PANEL * 2);
-            if (first == 0) fetch<AHEAD>(at);
-            for (int odd = 0; odd < 2; odd++) {
+            const Weight *unit = panel + j * PANEL * UNIT<Weight>;
+            if (first == 0) fetch<AHEAD>(unit);
+#pragma GCC unroll 2
+            for (int second = 0; second < 2; second++) {
                 __m256 w[COLUMNS];
 #pragma GCC unroll 16
-                for (int c = 0; c < COLUMNS; c++) {
-                    __m256i pair = _mm256_loadu_si256(at + first + c);
-                    pair = odd ? _mm256_and_si256(pair, _mm256_set1_epi32(int(0xffff0000))) : _mm256_slli_epi32(pair, 16);
-                    w[c] = _mm256_castsi256_ps(pair);
-                }
+                for (int c = 0; c < COLUMNS; c++) w[c] = widened(unit, first + c, second);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
-                    __m256 value = _mm256_broadcast_ss(rows + r * stride + j * 2 + odd);
+                    __m256 value = _mm256_broadcast_ss(rows + r * stride + j * 2 + second);
 #pragma GCC unroll 16
                     for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_fmadd_ps(value, w[c], sums[r][c]);
                 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <immintrin.h>
+#include <type_traits>
 
 using bf16 = uint16_t;
 
