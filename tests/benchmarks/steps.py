@@ -3,7 +3,7 @@
 Bandwidth is measured beside every step, and each step is held against its own: it wanders by a third within a minute
 on machines that others share. Two threads, or as many as --num-threads says, and one model at a time.
 
-python -m tests.benchmarks.steps --pair synthetic --native auto off
+python -m tests.benchmarks.steps --pair synthetic --native auto off --quantize int8 int4
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.native.library import load_library
 from shared.engine.native.matrix import NativeMatrix
+from shared.engine.quantised_weight import GROUP
 from shared.engine.runner import ModelRunner
 from shared.engine.self_test import self_test
-from shared.engine.settings import Native
+from shared.engine.settings import Native, Quantize
 from shared.settings import StartupError
 from tests.benchmarks.machine import this_machine
 from tests.benchmarks.model_pair import PAIR_NAMES, load_pair
@@ -40,6 +41,8 @@ _PRODUCT = (512, 2048, 2048)
 # A size that takes longer than this is measured no more often than it must be.
 _SECONDS_EACH = 6.0
 _LEAST_TURNS = 3
+# What a weight of a layer takes; in 4 bits, with its share of a scale.
+_WEIGHT_BYTES: dict[Quantize, float] = {"none": 2, "int8": 1, "int4": 0.5 + 4 / GROUP}
 
 
 class Size(NamedTuple):
@@ -86,9 +89,10 @@ class Measured(NamedTuple):
 class Model:
     """A model ready to run steps, and what they cannot do without."""
 
-    def __init__(self, source: Path, native: Native) -> None:
+    def __init__(self, source: Path, native: Native, quantize: Quantize) -> None:
         """Raises StartupError."""
-        self.model = CausalLM.load(str(source), "cpu", "bfloat16", native)
+        self.model = CausalLM.load(str(source), "cpu", "bfloat16", native, quantize)
+        self._weight_bytes = _WEIGHT_BYTES[quantize]
         matrices = {id(each): each for each in self.model._model.parameters() if each.dim() > 1}
         whole: Any = self.model._model
         embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -118,7 +122,8 @@ class Model:
         """Weights once, and everybody's keys and values."""
         shape = self.model.kv_shape
         positions = size.sequences * (size.context + size.queries)
-        return 2 * self._num_weights + positions * shape.num_layers * self._runner.pool.position_bytes
+        weights = 2 * self._num_head_weights + self._weight_bytes * (self._num_weights - self._num_head_weights)
+        return int(weights) + positions * shape.num_layers * self._runner.pool.position_bytes
 
     def num_flops(self, size: Size) -> int:
         shape = self.model.kv_shape
@@ -174,23 +179,26 @@ def main() -> None:
     torch.set_num_threads(options.num_threads)
     pair = load_pair(options.pair)
     table = Table(title=f"{options.pair} pair, bf16, {options.num_threads} threads: ms a step (over its floor)")
-    for heading in ("model", "step", "context", "floor", *(f"--native {native}" for native in options.native)):
+    ways: list[tuple[Native, Quantize]] = [(native, "none") for native in options.native]
+    ways += [("auto", quantize) for quantize in options.quantize]
+    names = [f"--native {native}" if quantize == "none" else f"--quantize {quantize}" for native, quantize in ways]
+    for heading in ("model", "step", "context", "floor", *names):
         table.add_column(heading, justify="left" if heading in ("model", "step") else "right")
     with Console(stderr=True).status("") as status:
         for name, source in (("target", pair.target), ("draft", pair.draft)):
             columns: list[dict[Size, Measured]] = []
-            for native in options.native:
+            for (native, quantize), way in zip(ways, names, strict=True):
                 try:
-                    model = Model(source, native)
+                    model = Model(source, native, quantize)
                 except StartupError as error:
                     sys.exit(f"bench-steps: {error}")
                 columns.append({})
                 for size in filter(model.fits, SIZES):
-                    status.update(f"{name}, --native {native}: {size} behind {size.context}")
+                    status.update(f"{name}, {way}: {size} behind {size.context}")
                     columns[-1][size] = measure(model, size, options.turns)
             for size in columns[0]:
                 cells = [column[size] for column in columns]
-                floor = min(cell.floor for cell in cells) * 1e3
+                floor = cells[0].floor * 1e3
                 shown = [f"{cell.seconds * 1e3:.1f} ({cell.ratio:.2f})" for cell in cells]
                 table.add_row(name, str(size), f"{size.context:,}", f"{floor:.1f}", *shown)
     console = Console()
@@ -207,6 +215,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--pair", choices=PAIR_NAMES, default="synthetic", help="Which models; default synthetic.")
     parser.add_argument(
         "--native", choices=("auto", "off"), nargs="+", default=["auto"], help="With which kernels; default auto."
+    )
+    parser.add_argument(
+        "--quantize", choices=("int8", "int4"), nargs="+", default=[], help="And with weights rounded to these."
     )
     parser.add_argument("--turns", type=int, default=9, help="Medians are over this many; default 9.")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="Default: one a core.")

@@ -15,7 +15,7 @@ from shared.engine.native.library import Library, load_library
 from tests.support.models import DEMO_TARGET
 
 AVX2 = frozenset({"avx2", "fma"})
-AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
 
 
 @pytest.fixture(autouse=True)
