@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.stack import Stack
 from shared.rpc.channel import connect
+from tests.benchmarks.memory import resident
 from tests.support.fuzz import METHODS, Fuzz
 from tests.support.service import generate, inference, running_stack, wait_until_idle
 
@@ -52,12 +52,7 @@ async def _run(num_messages: int, seed: int) -> bool:
 
 def _sizes(stack: Stack) -> dict[str, float]:
     """MiB of each process's memory."""
-    return {name: _resident(process.pid) for name, process in stack.processes.items() if process.pid is not None}
-
-
-def _resident(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+    return {name: resident(process.pid) for name, process in stack.processes.items() if process.pid is not None}
 
 
 def _told(sizes: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from services.cli.stack import Stack, StackSettings
 from tests.benchmarks.baseline import Baseline, run_baseline
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.load import OFF, ON, LoadResult, Mode, run_load
+from tests.benchmarks.memory import Memory, measure_memory
 from tests.benchmarks.model_pair import Pair
 from tests.benchmarks.prefix import PrefixResult, measure_prefix
 from tests.benchmarks.second_router import second_router
@@ -85,6 +86,7 @@ class PairResult:
     name: str
     repeats: tuple[Repeat, ...]
     prefixes: tuple[PrefixResult, ...]
+    memory: dict[str, Memory]
 
 
 async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
@@ -109,8 +111,9 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
         repeats = [await _measure_repeat(pair, plan, index, stubs, on_step) for index in range(plan.repeats)]
         on_step("repeated prefixes")
         prefixes = [await measure_prefix(stub, pair.prompts, info.block_size) for _ in range(_NUM_PREFIXES)]
+        memory = await measure_memory(stack, pair)
         check_undisturbed(stack)
-    return PairResult(pair.name, tuple(repeats), tuple(prefixes))
+    return PairResult(pair.name, tuple(repeats), tuple(prefixes), memory)
 
 
 def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from tests.benchmarks.load import OFF, ON, LoadResult, Mode
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, PairResult, Plan
+from tests.benchmarks.memory import Memory
 from tests.benchmarks.prefix import PREFIX_TOKENS
 
 
@@ -74,6 +75,7 @@ class Summary:
     plain_range: tuple[float, float]
     rows: tuple[Row, ...]
     prefix: PrefixRow
+    memory: dict[str, Memory]
 
 
 def summarize(result: PairResult, streams: Sequence[int]) -> Summary:
@@ -92,6 +94,7 @@ def summarize(result: PairResult, streams: Sequence[int]) -> Summary:
             cached_tokens=min(prefix.cached_tokens for prefix in result.prefixes),
             cacheable_tokens=min(prefix.cacheable_tokens for prefix in result.prefixes),
         ),
+        memory=result.memory,
     )
 
 
@@ -234,11 +237,15 @@ def _captions(summary: Summary) -> Text:
         if row.fixed:
             speeds = ", ".join(f"{speed:.1f}" for speed in row.fixed.values())
             fixed = f"γ fixed at {min(row.fixed)} to {max(row.fixed)}: {speeds} tok/s\n"
+    memory = "".join(
+        f"\n{name}: {used.resident:,.0f} MiB resident; weights {used.weights:,.0f}, KV cache up to {used.kv_cache:,.0f}"
+        for name, used in summary.memory.items()
+    )
     return Text(
         f"{fixed}transformers generate at 1 stream: {plain}, {assisted}\n"
         f"prefix of {PREFIX_TOKENS} tokens: TTFT {_milliseconds(prefix.cold_ttft_seconds)} cold, "
         f"{_milliseconds(prefix.warm_ttft_seconds)} repeated ({prefix.speedup:.1f} × faster); "
-        f"cached {prefix.cached_tokens} of the {prefix.cacheable_tokens} tokens in its full blocks"
+        f"cached {prefix.cached_tokens} of the {prefix.cacheable_tokens} tokens in its full blocks{memory}"
     )
 
 

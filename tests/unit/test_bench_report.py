@@ -13,6 +13,7 @@ from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, order_of_loads
+from tests.benchmarks.memory import Memory
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import render, summarize, to_json
 
@@ -53,6 +54,7 @@ def result(repeats: Sequence[tuple[float, Sequence[LoadResult]]], prefixes: Sequ
         "test",
         tuple(Repeat(Baseline(plain=plain, assisted=2 * plain), tuple(loads)) for plain, loads in repeats),
         tuple(prefixes) or (PrefixResult(1.0, 0.1, 992, 992),),
+        {"target-0": Memory(1900.0, 548.1, 4096.0)},
     )
 
 
@@ -216,6 +218,7 @@ def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
     ]
     assert not [line for line in lines if len(line) > 80 or "…" in line]
     assert "γ fixed at 1 to 8: 1000.0, 2000.0, 3000.0, " in screen.getvalue()
+    assert "target-0: 1,900 MiB resident; weights 548, KV cache up to 4,096" in screen.getvalue()
     assert "Abacus (beads), 2 cores" in screen.getvalue()
 
     written = json.loads(json.dumps(to_json([measured], summaries, plan, MACHINE)))

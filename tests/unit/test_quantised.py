@@ -38,7 +38,7 @@ def load(
 def rounded(weight: Tensor, bits: int) -> Tensor:
     """As the settings say it, number by number's group."""
     most = 2 ** (bits - 1) - 1
-    groups = [weight] if bits == 8 else list(weight.split(GROUP, dim=1))
+    groups = [weight] if bits == 8 else list(torch.split(weight, GROUP, dim=1))
     parts = []
     for group in groups:
         scale = group.abs().max(dim=1, keepdim=True).values / most
