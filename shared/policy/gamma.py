@@ -18,8 +18,8 @@ from shared.policy.utilisation import Utilisation
 # than the second: estimates err, and changing between the two costs something itself. Likewise one γ gives
 # way to another only if that promises more by the third.
 _BEGIN_AT = 1.08
-_STAY_AT = 1.02
-_KEEP = 1.03
+_STAY_AT = 1.03
+_KEEP = 1.02
 # But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then.
 _BEGIN_UNTRIED_AT = 1.0
 # And begins at so much more for each time in a row that it was in vain, four at most.

@@ -10,7 +10,7 @@ from statistics import median
 # How much a measurement counts against those before it: for what all γ have in common, which changes with the
 # machine's other work, once there are a few, and for what is one γ's own, which hardly changes.
 _COMMON_WEIGHT = 0.1
-_OWN_WEIGHT = 0.03
+_OWN_WEIGHT = 0.01
 _NUM_PRIOR = 4.0
 _COMMON_WEIGHT_OF_NEW = 0.02
 _NUM_PRIOR_OF_NEW = 2.0
