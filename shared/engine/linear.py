@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from shared.engine.native.library import Library
 from shared.engine.native.matrix import NativeMatrix
-from shared.engine.quantised_weight import QuantisedWeight
 
 # Rows the layout is chosen for. oneDNN's choice hardly depends on it; small steps are the common ones.
 _TYPICAL_ROWS = 32
@@ -100,13 +99,13 @@ def pack_linears(
     model: nn.Module,
     run: Callable[[], Any],
     kernels: Library | None,
-    quantised: Mapping[nn.Linear, QuantisedWeight],
+    quantised: Mapping[nn.Linear, int],
 ) -> int:
     """Replaces the model's bf16 CPU linear layers by packed ones; returns how many.
 
-    For `kernels` of our own, which take those that are `quantised` as such, else for oneDNN. `run` runs the model once,
-    which shows what layers share their input. Only exact `nn.Linear`s are replaced: a subclass may compute something
-    else. The plain weights are freed unless something else (tied embeddings) still holds them.
+    For `kernels` of our own, which take those as such whose bits `quantised` tells, else for oneDNN. `run` runs the
+    model once, which shows what layers share their input. Only exact `nn.Linear`s are replaced: a subclass may compute
+    something else. The plain weights are freed unless something else (tied embeddings) still holds them.
     """
     places = [
         (module, name, child)

@@ -53,7 +53,7 @@ class CausalLM:
         # Kernels of our own for this device and type, if there are any.
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
-        # By layer; the model itself has what they stand for.
+        # Bits by layer. The weights are rounded already, and rounded again are the same.
         self._quantised = {} if quantize == "none" else self._quantise(quantize)
 
     @classmethod
@@ -122,6 +122,8 @@ class CausalLM:
 
     def pack(self) -> None:
         """Lays the weights out for speed on CPU. Fingerprint and reference logits must have been taken before."""
+        if _is_quantised(self._model):
+            return  # its layers hold what only they understand
         quantised, self._quantised = self._quantised, {}
         if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self._attention):
             self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self._attention, quantised)
@@ -138,10 +140,10 @@ class CausalLM:
             logger.info("linear layers packed", extra={"layers": packed})
 
     @torch.inference_mode()
-    def _quantise(self, quantize: Quantize) -> dict[nn.Linear, QuantisedWeight]:
-        """Rounds the weights. Raises StartupError where nothing could multiply by them."""
+    def _quantise(self, quantize: Quantize) -> dict[nn.Linear, int]:
+        """Rounds the weights. Raises StartupError where there are none, or nothing could multiply by them."""
         refused = f"model {self.name} cannot be served with quantize {quantize}"
-        if getattr(self._model.config, "quantization_config", None) is not None:
+        if _is_quantised(self._model):
             raise StartupError(f"{refused}: its checkpoint is quantised already")
         if self.dtype != torch.bfloat16 or self.kernels is None:
             kind = str(self.dtype).removeprefix("torch.")
@@ -150,16 +152,28 @@ class CausalLM:
                 f"not {kind} on {self.device.type}" + (" without them" if self.kernels is None else "")
             )
         head = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        bits = 8 if quantize == "int8" else 4
         quantised = {}
-        for module in self._model.modules():
-            if type(module) is nn.Linear and module is not head:
-                try:
-                    weight = quantised[module] = QuantisedWeight.of(module.weight, 8 if quantize == "int8" else 4)
-                except StartupError as error:
-                    raise StartupError(f"{refused}: {error}") from error
-                module.weight.copy_(weight.dequantised())
-        logger.info("weights quantised", extra={"to": quantize, "layers": len(quantised)})
+        for name, module in self._model.named_modules():
+            if type(module) is not nn.Linear or module.weight.dtype != torch.bfloat16:
+                continue
+            if head is not None and module.weight is head.weight:
+                continue
+            try:
+                module.weight.copy_(QuantisedWeight.of(module.weight, bits).dequantised())
+            except ValueError as error:
+                raise StartupError(f"{refused}: {name}: {error}") from error
+            quantised[module] = bits
+        if not quantised:
+            raise StartupError(f"{refused}: it has no linear layers but its head")
+        share = sum(layer.weight.numel() for layer in quantised) / self._model.num_parameters()
+        logger.info("weights quantised", extra={"to": quantize, "layers": len(quantised), "share": round(share, 3)})
         return quantised
+
+
+def _is_quantised(model: PreTrainedModel) -> bool:
+    """Whether its checkpoint came with weights of fewer bits, which its own layers hold in ways of their own."""
+    return getattr(model.config, "quantization_config", None) is not None
 
 
 def _probe_attention(model: PreTrainedModel, name: str) -> tuple[KVShape, list[LayerAttention]]:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared.settings import StartupError
-
 # Weights with a scale in common: all of an output's in 8 bits, as in LLM.int8 (Dettmers et al. 2022), so many of them
 # in 4, where a few large ones would cost all others their precision (GPTQ, Frantar et al. 2022, AWQ, Lin et al. 2023).
 GROUP = 64
@@ -26,14 +24,14 @@ class QuantisedWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> QuantisedWeight:
-        """The nearest to `weight` `[out, in]`, rounded to 8 or 4 bits, symmetrically about 0. Raises StartupError if
-        it is not finite."""
+        """The nearest to `weight` `[out, in]`, rounded to 8 or 4 bits, symmetrically about 0; of what they stand for,
+        in bf16 too, the same again. Raises ValueError if it is not finite."""
         outputs, inputs = weight.shape
         group = inputs if bits == 8 else GROUP
         parts = torch.nn.functional.pad(weight.float(), (0, -inputs % group)).view(outputs, -1, group)
         scales = parts.abs().amax(-1) / _MOST[bits]
         if not scales.isfinite().all():
-            raise StartupError("its weights are not finite: they cannot be quantised")
+            raise ValueError("its weights are not finite")
         values = (parts / scales.masked_fill(scales == 0, 1).unsqueeze(-1)).round_()
         return cls(values.view(outputs, -1)[:, :inputs].to(torch.int8).contiguous(), scales, bits, group)
 

@@ -51,7 +51,7 @@ class StepCosts:
             return 0.0
         beside = max(num_tokens - num_prompt_tokens, num_decoding)
         added = self.seconds(beside + num_prompt_tokens) - (self.seconds(beside) if beside else 0.0)
-        return seconds * min(1.0, added / self.seconds(num_tokens))
+        return seconds * min(max(added / self.seconds(num_tokens), 0.0), 1.0)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of that many tokens took that long.

@@ -74,16 +74,14 @@ def test_quantised_products_are_those_of_what_the_weights_stand_for(
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_every_quantised_number_comes_back(instruction_set: str, bits: int) -> None:
-    """Times one input that is 1, among others that are 0 or, unread, not a number."""
+    """Times one input that is 1, among others that are 0; each column has them in another order."""
     most = 2 ** (bits - 1) - 1
-    numbers = torch.arange(-most, most + 1).to(torch.int8).unsqueeze(1)
-    values = numbers.repeat(1, 131)
-    weight = QuantisedWeight(
-        values, torch.full((len(values), 3 if bits == 4 else 1), 0.5), bits, 64 if bits == 4 else 131
-    )
+    numbers = torch.arange(-most, most + 1).to(torch.int8)
+    values = torch.stack([numbers.roll(i) for i in range(131)], dim=1)
+    num_groups, group = (3, 64) if bits == 4 else (1, 131)
+    weight = QuantisedWeight(values, torch.full((len(values), num_groups), 0.5), bits, group)
     matrix = NativeMatrix(kernels(instruction_set), [weight], [None])
-    x = torch.eye(131).bfloat16()
-    assert torch.equal(matrix.product(x).float(), 0.5 * values.T)
+    assert torch.equal(matrix.product(torch.eye(131).bfloat16()).float(), 0.5 * values.T)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
 from shared.engine import model as model_module
 from shared.engine.model import CausalLM
@@ -21,6 +23,7 @@ from tests.support.kernels import INSTRUCTION_SETS, kernels
 from tests.unit.test_native_decoder import FAMILIES, LENGTH, SIZES, checkpoint, chunked_logits
 
 BITS: dict[Quantize, int] = {"int8": 8, "int4": 4}
+GPT2 = GPT2Config(vocab_size=203, n_embd=48, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0)
 NEOX = GPTNeoXConfig(**{name: SIZES[name] for name in SIZES if name not in ("num_key_value_heads", "head_dim")})
 MODELS: dict[str, PreTrainedConfig] = {
     name: FAMILIES[name] for name in ("llama with biases, tied", "qwen 3", "gemma 3, tied", "phi 3")
@@ -57,12 +60,21 @@ def test_weights_are_rounded_to_the_nearest_of_their_scale(shape: tuple[int, int
     torch.testing.assert_close(quantised.dequantised().abs().amax(), weight.abs().amax())
 
 
+@pytest.mark.parametrize("bits", BITS.values())
+def test_rounded_again_in_bf16_they_are_the_same(bits: int) -> None:
+    for scale in (1e-30, 1e-3, 1.0, 1e30):
+        once = QuantisedWeight.of((torch.randn(200, 500) * scale).bfloat16(), bits)
+        again = QuantisedWeight.of(once.dequantised().bfloat16(), bits)
+        assert torch.equal(again.values, once.values)
+        torch.testing.assert_close(again.scales, once.scales, rtol=1e-6, atol=0)
+
+
 def test_nothing_but_zeros_stays_so_and_what_is_not_finite_is_refused() -> None:
     weight = torch.zeros(2, 100)
     assert not QuantisedWeight.of(weight, 4).dequantised().any()
     for value in (torch.nan, torch.inf):
         weight[1, 70] = value
-        with pytest.raises(StartupError, match="not finite"):
+        with pytest.raises(ValueError, match="not finite"):
             QuantisedWeight.of(weight, 8)
 
 
@@ -122,6 +134,17 @@ def test_what_cannot_be_served_quantised_is_refused_in_one_line(
         ) as refusal:
             CausalLM.load(source, "cpu", dtype, native, "int8")  # type: ignore[arg-type]
         assert len(str(refusal.value).splitlines()) == 1
+    with pytest.raises(StartupError, match="no linear layers but its head"):
+        load(checkpoint(GPT2, tmp_path / "gpt2"), "int4", "avx2", monkeypatch)
+    broken = tmp_path / "broken"
+    weights = load_file(Path(source) / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
+    shutil.copytree(source, broken, ignore=shutil.ignore_patterns("gpt2", "broken"))
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        StartupError, match=r"quantize int8: model\.layers\.1\.mlp\.up_proj: its weights are not finite"
+    ):
+        load(str(broken), "int8", "avx2", monkeypatch)
     monkeypatch.setattr(model_module, "load_library", lambda: None)
     with pytest.raises(StartupError, match="without them"):
         CausalLM.load(source, "cpu", "bfloat16", "auto", "int4")
@@ -138,3 +161,17 @@ def test_a_checkpoint_that_is_quantised_and_needs_what_is_not_there_is_refused_i
     with pytest.raises(StartupError, match="cannot be loaded") as refusal:
         CausalLM.load(source, "cpu", "bfloat16")
     assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_what_layers_of_a_quantised_checkpoint_hold_is_left_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(checkpoint(LlamaConfig(**SIZES), tmp_path), "none", "avx2", monkeypatch)
+    model._model.config.quantization_config = {"quant_method": "any"}
+    with pytest.raises(StartupError, match="quantised already"):
+        model._quantise("int8")
+    tokens = torch.randint(203, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    expected = model.reference_logits(tokens).float()
+    model.pack()
+    assert all(isinstance(layer.mlp.up_proj, nn.Linear) for layer in model._model.model.layers)
+    assert (chunked_logits(model, tokens) - expected).abs().max() < 0.1 * expected.abs().max()

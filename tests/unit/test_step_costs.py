@@ -138,5 +138,9 @@ def test_prompts_cost_what_they_add_to_a_plain_step_of_all_that_decode() -> None
     # Nobody decodes, or more is verified than would decode: what the step takes longer.
     assert costs.seconds_of_prompts(20, 20, 0, 0.02) == pytest.approx(0.02)
     assert costs.seconds_of_prompts(50, 20, 10, 0.04) == pytest.approx(0.04 - 0.02)
-    # Whatever the costs say, not more than the step took.
+    # Whatever the costs say, not more than the step took, and not less than nothing.
     assert costs.seconds_of_prompts(20, 20, 40, 0.01) == pytest.approx(0.01)
+    for _ in range(50):
+        costs.observe(30, 0.2)
+    assert costs.seconds(50) < costs.seconds(30)
+    assert costs.seconds_of_prompts(50, 20, 30, 0.04) == 0

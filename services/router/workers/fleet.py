@@ -182,7 +182,8 @@ class Fleet:
             self.placer.open(info)
         elif info.fingerprint != self._info.fingerprint:
             raise StartupError(
-                f"target workers must serve one model in one dtype and block size, that of the first: {_named(info)} "
+                "target workers must serve one model in one dtype, block size and quantize setting, that of the "
+                f"first: {_named(info)} "
                 f"differs from {_named(self._info)}"
             )
         self._info = info

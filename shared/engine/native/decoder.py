@@ -22,7 +22,7 @@ from transformers import (
 from shared.engine.attention.grouping import Indices
 from shared.engine.kv_pool import KVShape
 from shared.engine.native.library import Attention, Decoder, Layer, Library
-from shared.engine.native.matrix import PANEL, NativeMatrix
+from shared.engine.native.matrix import PANEL, NativeMatrix, weight_of
 from shared.engine.native.step import NativeStep
 from shared.engine.quantised_weight import QuantisedWeight
 
@@ -62,9 +62,10 @@ class NativeDecoder:
         model: PreTrainedModel,
         shape: KVShape,
         attention: Sequence[LayerAttention],
-        quantised: Mapping[nn.Linear, QuantisedWeight],
+        quantised: Mapping[nn.Linear, int],
     ) -> None:
-        """`attention` of every layer, in order; `quantised`: all linear layers but the head, or none. Only where
+        """`attention` of every layer, in order; `quantised`: the bits of all linear layers but the head, or
+        nothing. Only where
         `fits`."""
         decoder, config = model.model, model.config
         self._library = library
@@ -197,9 +198,10 @@ class NativeDecoder:
         return matrix
 
     def _weights_in_turns(self, linears: list[nn.Linear]) -> Tensor | QuantisedWeight:
-        if linears[0] not in self._quantised:
-            return _in_turns(_halves([linear.weight.detach() for linear in linears]))
-        parts = [self._quantised[linear] for linear in linears]
+        weights = [weight_of(linear, self._quantised) for linear in linears]
+        parts = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        if not parts:
+            return _in_turns(_halves([weight for weight in weights if isinstance(weight, Tensor)]))
         values, scales = (_in_turns(_halves(list(each))) for each in zip(*(part[:2] for part in parts), strict=True))
         return parts[0]._replace(values=values, scales=scales)
 

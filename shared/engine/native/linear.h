@@ -6,7 +6,8 @@
 #include "team.h"
 
 // Weights of one or several layers with the same input, panel by panel: `bits` 16: bf16, 8: Int8, 4: Int4. `bias` may be
-// null. What is quantised has `scales` [groups][panels * PANEL], one for each output and `group` inputs, an even number.
+// null. What is quantised has `scales` [groups][panels * PANEL], one for each output and `group` inputs: an even number,
+// or all there are.
 struct Matrix {
     const void *weight;
     const float *bias, *scales;

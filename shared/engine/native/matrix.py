@@ -56,11 +56,9 @@ class NativeMatrix:
         self.struct = Matrix(packed, bias, scales, inputs, outputs, group, bits)
 
     @classmethod
-    def of(
-        cls, library: Library, linears: list[nn.Linear], quantised: Mapping[nn.Linear, QuantisedWeight]
-    ) -> NativeMatrix:
-        """All or none of the layers are `quantised`."""
-        weights = [quantised.get(linear, linear.weight.detach().contiguous()) for linear in linears]
+    def of(cls, library: Library, linears: list[nn.Linear], quantised: Mapping[nn.Linear, int]) -> NativeMatrix:
+        """`quantised`: bits of those that are, all or none of these."""
+        weights = [weight_of(linear, quantised) for linear in linears]
         biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
         return cls(library, weights, biases)
 
@@ -73,6 +71,12 @@ class NativeMatrix:
                 ctypes.byref(self.struct), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()
             )
         return out.view(*x.shape[:-1], self.struct.outputs)
+
+
+def weight_of(linear: nn.Linear, quantised: Mapping[nn.Linear, int]) -> Tensor | QuantisedWeight:
+    """Of a layer whose bits `quantised` tells, what they hold."""
+    weight = linear.weight.detach()
+    return QuantisedWeight.of(weight, quantised[linear]) if linear in quantised else weight.contiguous()
 
 
 def _by_panels(scales: Tensor) -> Tensor:

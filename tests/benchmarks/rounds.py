@@ -1,0 +1,153 @@
+"""`make bench-rounds`: where the time of a round goes, from the spans of the three processes.
+
+One stream with a fixed γ, every request traced. The steps are what the workers measured at warm-up; what is left is
+what a round takes for being one over a network, and tracing.
+
+python -m tests.benchmarks.rounds --pair synthetic --gamma 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from outrider.v1 import draft_pb2_grpc, target_pb2_grpc, worker_pb2
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.stack import Stack, StackSettings
+from shared.policy.step_costs import StepCosts
+from shared.rpc.channel import connect
+from shared.settings import StartupError
+from shared.telemetry.attributes import NUM_DRAFT_TOKENS
+from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.load import Mode, run_load
+from tests.benchmarks.machine import this_machine
+from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
+from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
+from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.support.service import inference
+
+_NUM_TOKENS = 128
+_WARM_UPS = 2
+_EXPORT_SECONDS = 30.0
+_SERVICES = {"router": "ROUTER", "draft": "DRAFT", "target-0": "TARGET"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a round, one behind the other; `steps`: seconds of it that are steps alone."""
+
+    name: str
+    seconds: float
+    steps: float = 0.0
+
+
+def parts_of(spans: Iterable[ReceivedSpan], gamma: int, draft_step: float, verify_step: float) -> list[Part]:
+    """Medians over the rounds of γ draft tokens that another one followed, in seconds.
+
+    Raises BenchmarkError if there were none.
+    """
+    spans = list(spans)
+    inside: dict[str, dict[str, ReceivedSpan]] = defaultdict(dict)
+    requests: dict[str, list[ReceivedSpan]] = defaultdict(list)
+    for span in spans:
+        if span.name == "round":
+            requests[span.parent_id].append(span)
+        elif span.name in ("draft", "verify"):
+            inside[span.parent_id][span.name] = span
+    stretches: dict[str, list[int]] = defaultdict(list)
+    for rounds in requests.values():
+        for this, following in pairwise(sorted(rounds, key=lambda span: span.start_ns)):
+            found = inside[this.span_id]
+            if found.keys() != {"draft", "verify"} or this.attributes.get(NUM_DRAFT_TOKENS) != gamma:
+                continue
+            draft, verify = found["draft"], found["verify"]
+            stretches["router to draft worker"].append(draft.start_ns - this.start_ns)
+            stretches["drafting"].append(draft.end_ns - draft.start_ns)
+            stretches["draft worker to router to target worker"].append(verify.start_ns - draft.end_ns)
+            stretches["verifying"].append(verify.end_ns - verify.start_ns)
+            stretches["target worker to router"].append(this.end_ns - verify.end_ns)
+            stretches["router, to the next round"].append(following.start_ns - this.end_ns)
+    if not stretches:
+        raise BenchmarkError(f"no round of {gamma} draft tokens was traced")
+    steps = {"drafting": gamma * draft_step, "verifying": verify_step}
+    return [Part(name, median(values) / 1e9, steps.get(name, 0.0)) for name, values in stretches.items()]
+
+
+async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
+    with otlp_receiver() as receiver:
+        environment = {
+            name: {f"OUTRIDER_{service}_OTLP_ENDPOINT": receiver.endpoint} for name, service in _SERVICES.items()
+        }
+        settings = StackSettings(
+            target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16", environment=environment
+        )
+        mode = Mode(True, gamma)
+        async with Stack(settings) as stack, inference(stack) as stub:
+            for _ in range(_WARM_UPS):
+                await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
+            before = len(receiver.named("round"))
+            for _ in range(num_requests):
+                await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
+            draft, target = await _costs(stack, "draft"), await _costs(stack, "target-0")
+            check_undisturbed(stack)
+        await asyncio.to_thread(receiver.wait_for, lambda _: _complete(receiver), _EXPORT_SECONDS)
+    rounds = {span.span_id for span in receiver.named("round")[before:]}
+    spans = [span for span in receiver.spans if span.name != "round" or span.span_id in rounds]
+    return parts_of(spans, gamma, draft.seconds(1), target.seconds(gamma + 1))
+
+
+def _complete(receiver: OtlpReceiver) -> bool:
+    return len(receiver.named("verify")) >= len(receiver.named("round")) > 0
+
+
+async def _costs(stack: Stack, name: str) -> StepCosts:
+    async with connect(stack.processes[name].address) as channel:
+        stub = draft_pb2_grpc.DrafterStub(channel) if name == "draft" else target_pb2_grpc.TargetStub(channel)
+        info: worker_pb2.WorkerInfo = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+    return StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])
+
+
+def _shown(parts: Sequence[Part], title: str) -> Table:
+    table = Table(title=title)
+    for heading in ("part of a round", "ms", "of it steps", "beyond them"):
+        table.add_column(heading, justify="left" if heading == "part of a round" else "right")
+    total = Part("together", sum(part.seconds for part in parts), sum(part.steps for part in parts))
+    for part in (*parts, total):
+        beyond = part.seconds - part.steps
+        steps = f"{part.steps * 1e3:.2f}" if part.steps else "-"
+        table.add_row(
+            part.name, f"{part.seconds * 1e3:.2f}", steps, f"{beyond * 1e3:.2f}", end_section=part is parts[-1]
+        )
+    return table
+
+
+def main() -> None:
+    """Exit status 1, with one line on stderr, if anything failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.rounds",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pair", choices=PAIR_NAMES, default="synthetic", help="Which models; default synthetic.")
+    parser.add_argument("--gamma", type=int, default=4, help="Draft tokens of every round; default 4.")
+    parser.add_argument("--requests", type=int, default=10, help="How many, one after another; default 10.")
+    options = parser.parse_args()
+    try:
+        parts = asyncio.run(_measure(load_pair(options.pair), options.gamma, options.requests))
+    except (BenchmarkError, StartupError) as error:
+        sys.exit(f"bench-rounds: {error}")
+    console = Console()
+    console.print(_shown(parts, f"{options.pair} pair, one stream, γ = {options.gamma}: medians"))
+    console.print(str(this_machine()), highlight=False)
+
+
+if __name__ == "__main__":
+    main()
