@@ -29,8 +29,10 @@ _MORE_BY_FAILURE = 0.05
 # that was not tried for long.
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
-# A choice stands for so many rounds or plain steps, unless the load has changed by more than this share.
+# A choice stands for so many rounds or plain steps, and at least so long, as choosing takes time too; unless the load
+# has changed by more than this share.
 _REST_ROUNDS = 8
+_LEAST_REST_SECONDS = 0.05
 _NEW_LOAD = 0.25
 # What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
 # that is so long ago; unless drafting promises so much that it hardly matters.
@@ -54,6 +56,8 @@ _SCOUTING_TOKENS = 2
 _SCOUTING_SHARE = 0.01
 _SCOUTING_HALVINGS = 2
 _SCOUTING_STEPS = 3
+# What a scout's round takes of everybody's cores beside its draft steps: messages, and the processes that they wake.
+_SCOUTING_ROUND_SECONDS = 0.002
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
 # Between two loads nothing is unlearnt: a longer pause without any choice counts as this one, in seconds.
@@ -209,7 +213,7 @@ class GammaController:
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
-            self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
+            self._rest = max(_REST_ROUNDS * self._round_seconds(situation.load, self.gamma), _LEAST_REST_SECONDS)
             self._note_trial(situation.load)
         if self.measuring:
             sequence.num_scouting_rounds = 0
@@ -412,13 +416,19 @@ class GammaController:
         """Where prompts fill the steps: as many tokens as are each likely enough to be kept."""
         rate, most = self.acceptance.rate, self._max_num_draft_tokens
         gamma = next((i for i in range(most) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), most)
-        share = 1.0 if self.gamma > 0 else self._prefill_bound.share
+        share = 1.0 if self.gamma > 0 else self._prefill_bound_steps(situation.load)
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
         joins = not self.measuring and self._joins(situation, situation, rate_at_best, gamma, share)
         if not sequence.active and joins:
             self._activate(sequence, situation)
         return gamma if sequence.active else 0
+
+    def _prefill_bound_steps(self, load: int) -> float:
+        """The share of steps that prompts fill: less than that of the time, as such a step takes longer."""
+        filled = self._prefill_bound.share / self._target.seconds(_PREFILL_STEP_TOKENS)
+        others = (1 - self._prefill_bound.share) / self._target.seconds(load)
+        return filled / (filled + others)
 
     def _joins(self, where: Situation, now: Situation, rate: float, gamma: int, share: float = 1.0) -> bool:
         """Whether a sequence that stands at `where` saves more by γ draft tokens in this share of its steps than its
@@ -481,7 +491,7 @@ class GammaController:
             return
         sequence.num_scouting_rounds = _SCOUTING_ROUNDS
         gamma = sequence.num_scouting_tokens = min(_SCOUTING_TOKENS, self._max_num_draft_tokens)
-        drafting = catch_up + _SCOUTING_ROUNDS * gamma * self._draft.seconds(1)
+        drafting = catch_up + _SCOUTING_ROUNDS * (gamma * self._draft.seconds(1) + _SCOUTING_ROUND_SECONDS)
         verifying = 0.0
         if sequence.in_shadow:
             self._last_round = self._busy_seconds
