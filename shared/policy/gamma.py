@@ -60,7 +60,9 @@ _SCOUTING_STEPS = 3
 _SCOUTING_ROUND_SECONDS = 0.002
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
-# Between two loads nothing is unlearnt: a longer pause without any choice counts as this one, in seconds.
+# Between two loads nothing is unlearnt, and nothing earns a scout its time: a longer pause without any choice counts as
+# this one, in plain steps, and at most in seconds.
+_LONGEST_PAUSE_STEPS = 16
 _LONGEST_PAUSE = 0.5
 # Prompt tokens in a step where there are more than enough of them. A draft token that takes the place of one must be
 # kept so likely: it is one token of output less to decode for one of a prompt put off.
@@ -200,7 +202,8 @@ class GammaController:
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
         now = self._clock()
-        self._busy_seconds += min(now - self._chosen_at, _LONGEST_PAUSE)
+        longest = min(_LONGEST_PAUSE_STEPS * self._target.seconds(situation.load), _LONGEST_PAUSE)
+        self._busy_seconds += min(now - self._chosen_at, longest)
         self._chosen_at = now
         sequence.situation = situation
         self._members[sequence] = None

@@ -667,6 +667,31 @@ def test_scouts_that_find_nothing_new_go_less_often() -> None:
     assert pauses[3] == pytest.approx(pauses[2], rel=0.1)
 
 
+def test_pauses_between_short_loads_earn_a_scout_no_time() -> None:
+    """A tenth of a second of 1 ms steps every second: what scouts take is a share of the tenth."""
+    clock = Clock()
+    found = controller(flat(0.001), flat(0.0002), clock)
+    num_scouts = 0
+    for _ in range(300):
+        sequence = Drafting(at(0.1), in_shadow=True)
+        for _ in range(25):
+            assert found.choose(sequence, situation(num_unseen=8)) == 0
+            if sequence.num_scouting_rounds:
+                num_scouts += 1
+                sequence.num_scouting_rounds = 0
+            clock.now += 0.004
+        found.leave(sequence, 100)
+        clock.now += 0.9
+    # Ten rounds of 2 ms and two draft steps each, a quarter of a hundredth of the time once they were in vain.
+    assert 0 < num_scouts * 0.024 <= 0.006 * 300 * 0.1
+
+
+def test_the_share_of_steps_that_prompts_fill_is_less_than_that_of_the_time() -> None:
+    found = controller(StepCosts([(1, 0.05), (512, 0.5)]), flat(0.01), Clock())
+    found._prefill_bound.share = 0.5
+    assert found._prefill_bound_steps(1) == pytest.approx(1 / 11)
+
+
 def test_who_leaves_is_forgotten() -> None:
     found = controller(flat(0.05), flat(0.002), Clock())
     sequence = drafting(0.9)
