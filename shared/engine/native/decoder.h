@@ -17,8 +17,8 @@ struct Layer {
     Attention attention;
 };
 
-// `head` is in bf16. `gate_up`: 16 outputs of the one and 16 of the other in each panel. `embedding` [vocabulary, hidden], or null if the
-// head's own weights are. `logit_softcap` 0: none.
+// `head` is in bf16. `gate_up`: 16 outputs of the one and 16 of the other in each panel. `embedding` [vocabulary, hidden],
+// or null if the head's own weights are. `logit_softcap` 0: none.
 struct Decoder {
     const bf16 *embedding;
     Matrix head;

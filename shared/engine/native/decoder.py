@@ -64,9 +64,8 @@ class NativeDecoder:
         attention: Sequence[LayerAttention],
         quantised: Mapping[nn.Linear, int],
     ) -> None:
-        """`attention` of every layer, in order; `quantised`: the bits of all linear layers but the head, or
-        nothing. Only where
-        `fits`."""
+        """`attention` of every layer, in order; `quantised`: the bits of all linear layers but the head, or none.
+        Only where `fits`."""
         decoder, config = model.model, model.config
         self._library = library
         self._quantised = quantised
