@@ -100,7 +100,6 @@ class TargetServicer(
     def _info(self) -> worker_pb2.WorkerInfo:
         info = super()._info()
         info.role = self._role
-        info.block_bytes = self.engine.pool.block_num_bytes
         return info
 
     def _announce_drain(self, stream: Stream) -> None:

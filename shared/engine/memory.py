@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +60,16 @@ def available_memory(root: Path = Path("/")) -> int:
     except (OSError, KeyError):  # not Linux: no way to ask without a library
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(0, min([machine, *_cgroup_headrooms(root)]))
+
+
+def return_free_memory() -> None:
+    """Gives back to the system what the allocator keeps of freed memory: much, once weights have been laid out anew."""
+    gc.collect()
+    process = ctypes.CDLL(None)
+    if hasattr(process, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc, where it is preloaded
+        process.MallocExtension_ReleaseFreeMemory()
+    elif hasattr(process, "malloc_trim"):
+        process.malloc_trim(0)
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:

@@ -124,6 +124,8 @@ class CausalLM:
         """Lays the weights out for speed on CPU. Fingerprint and reference logits must have been taken before."""
         if _is_quantised(self._model):
             return  # its layers hold what only they understand
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            _leave_checkpoint(self._model)
         quantised, self._quantised = self._quantised, {}
         if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self._attention):
             self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self._attention, quantised)
@@ -174,6 +176,15 @@ class CausalLM:
 def _is_quantised(model: PreTrainedModel) -> bool:
     """Whether its checkpoint came with weights of fewer bits, which its own layers hold in ways of their own."""
     return getattr(model.config, "quantization_config", None) is not None
+
+
+def _leave_checkpoint(model: PreTrainedModel) -> None:
+    """Copies all weights but those of linear layers, which are to be packed: one tensor in it would keep the whole
+    mapped file in memory."""
+    linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
+    for parameter in model.parameters():
+        if id(parameter) not in linear:
+            parameter.data = parameter.data.clone()
 
 
 def _probe_attention(model: PreTrainedModel, name: str) -> tuple[KVShape, list[LayerAttention]]:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from shared.engine.engine import Engine, Sampler
+from shared.engine.memory import return_free_memory
 from shared.engine.model import CausalLM
 from shared.engine.settings import EngineSettings
 from shared.registry.listing import Listing
@@ -42,6 +43,7 @@ def load_engine(settings: EngineSettings, sample: Sampler) -> Engine:
     model = CausalLM.load(settings.model, settings.device, settings.dtype, settings.native, settings.quantize)
     engine = Engine(model, settings, sample)
     engine.warm_up()
+    return_free_memory()
     logger.info(
         "model ready",
         extra={

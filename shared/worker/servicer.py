@@ -126,6 +126,7 @@ class WorkerServicer(ABC, Generic[Request, Response]):
             eos_token_ids=sorted(engine.model.eos_token_ids),
             block_size=engine.block_size,
             num_blocks=engine.blocks.counts().total,
+            block_bytes=engine.pool.block_num_bytes,
             device=str(engine.model.device),
             dtype=str(engine.model.dtype).removeprefix("torch."),
             step_costs=[worker_pb2.StepCost(num_tokens=n, seconds=seconds) for n, seconds in engine.step_costs],

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from shared.engine.kv_pool import KVPool, KVShape
-from shared.engine.memory import DeviceMemory, available_memory, device_cache_bytes, host_cache_bytes, measure_device
+from shared.engine.memory import (
+    DeviceMemory,
+    available_memory,
+    device_cache_bytes,
+    host_cache_bytes,
+    measure_device,
+    return_free_memory,
+)
 
 GIB = 1 << 30
 
@@ -129,3 +136,17 @@ def test_a_pool_takes_memory_only_as_it_is_used() -> None:
     pool.commit()
     assert resident() - before >= GIB
     assert pool.data[::1000].count_nonzero() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells of memory in another way")
+def test_free_memory_is_returned() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    # Too small to be mapped each by itself, and the last one keeps the heap from shrinking.
+    parts = [bytearray(64 * 1024) for _ in range(4096)]
+    before, last = resident(), parts.pop()
+    parts.clear()
+    return_free_memory()
+    assert before - resident() > GIB // 8
+    assert len(last) == 64 * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,23 @@ def test_packed_logits_are_the_models_own(model: CausalLM) -> None:
     assert rounding > 0
     assert (packed - exact).abs().max() < 2 * rounding
     assert (packed.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells of memory in another way")
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+def test_weights_are_held_once(family: str, tmp_path: Path) -> None:
+    kernels("avx2")
+    tiny_checkpoint(family, tmp_path / "float32", seed=1)
+    CausalLM.load(str(tmp_path / "float32"), "cpu", "bfloat16")._model.save_pretrained(tmp_path)
+
+    def is_mapped() -> bool:
+        gc.collect()
+        return str(tmp_path / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+    model = CausalLM.load(str(tmp_path), "cpu", "bfloat16")
+    assert is_mapped()
+    model.pack()
+    assert not is_mapped()
 
 
 def test_only_exact_llamas_in_bf16_take_the_llama_forward(tmp_path: Path) -> None:
