@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,6 +50,39 @@ def test_a_rows_product_does_not_depend_on_the_others(instruction_set: str, bits
         assert torch.equal(matrix.product(x[:rows]), alone[:rows])
     x[3] = torch.nan
     assert torch.equal(matrix.product(x)[4:], alone[4:])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+@pytest.mark.usefixtures("two_threads")
+def test_threads_that_meet_on_a_core_part_and_may_still_use_all() -> None:
+    matrix = NativeMatrix(kernels("avx2"), [weight := randn(640, 64)], [None])
+    x = randn(3, 64, seed=1)
+    exact = matrix.product(x)  # and the threads are there
+    torch.testing.assert_close(exact.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-4)
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    before = {thread: os.sched_getaffinity(thread) for thread in threads}
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as hog:
+        try:
+            os.sched_setaffinity(hog.pid, {second})
+            for cores in ({first}, {first, second}):
+                for thread in threads:
+                    os.sched_setaffinity(thread, cores)
+                for _ in range(20):
+                    assert torch.equal(matrix.product(x), exact)
+                assert [os.sched_getaffinity(thread) for thread in threads] == [cores] * len(threads)
+        finally:
+            hog.kill()
+            for thread, cores in before.items():
+                os.sched_setaffinity(thread, cores)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
