@@ -239,7 +239,7 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
                       pool.key_dim, memory.keys.data() + i);
         }
         for (int64_t b = 0; b < blocks.count; b++)
-            multiply<FROM_CACHE>(blocks.first(b + 1) - blocks.first(b),
+            multiply<Source::CACHE>(blocks.first(b + 1) - blocks.first(b),
                                  queries + blocks.first(b) * memory.query_stride, memory.query_stride,
                                  reinterpret_cast<const T *>(memory.keys.data()), num_units<T>(pool.key_dim),
                                  memory.scores.data() + blocks.first(b) * Memory::SCORE_STRIDE + first,
@@ -289,7 +289,7 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
         for (int64_t b = 0; b < blocks.count; b++)
             for (int w = 0; w < width; w += PANEL) {
                 alignas(64) float tile[MOST_ROWS * PANEL];
-                multiply<FROM_CACHE>(blocks.first(b + 1) - blocks.first(b),
+                multiply<Source::CACHE>(blocks.first(b + 1) - blocks.first(b),
                                      memory.weights.data() + blocks.first(b) * Memory::WEIGHT_STRIDE + first,
                                      Memory::WEIGHT_STRIDE,
                                      reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),

@@ -32,19 +32,20 @@ struct Inputs {
 };
 
 // tile[r][0, PANEL) = row r times panel p, without bias.
+template <Source FROM>
 static inline void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, const Input *rows, int64_t stride,
                                   const bf16 *panel, float *tile) {
-    multiply<FROM_MEMORY>(num_rows, rows, stride, panel, num_units<bf16>(matrix.in), tile, PANEL);
+    multiply<FROM>(num_rows, rows, stride, panel, num_units<bf16>(matrix.in), tile, PANEL);
 }
 
 // The same of quantised weights, group by group.
-template <class Weight>
+template <Source FROM, class Weight>
 static void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, const Input *rows, int64_t stride,
                            const Weight *panel, float *tile) {
     alignas(64) float part[MOST_ROWS * PANEL];
     int64_t num = num_units<Weight>(matrix.in), most = num_units<Weight>(matrix.group);
     for (int64_t first = 0, g = 0; first < num; first += most, g++) {
-        multiply<FROM_MEMORY>(num_rows, rows + first * 2, stride, panel + first * PANEL * UNIT<Weight>,
+        multiply<FROM>(num_rows, rows + first * 2, stride, panel + first * PANEL * UNIT<Weight>,
                               num - first < most ? num - first : most, part, PANEL);
         const float *scales = matrix.scales + (g * matrix.num_panels() + p) * PANEL;
         for (int64_t i = 0; i < num_rows * PANEL; i += LANES) {
@@ -59,13 +60,16 @@ static void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, co
 template <class Finish>
 static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, Finish finish) {
     RowBlocks blocks(num_rows);
+    bool once = num_rows <= MOST_ROWS_OF_ONE_READING;
     team.share(matrix.num_panels(), [&](int64_t p, int64_t) {
         alignas(64) float tile[MOST_ROWS * PANEL];
         int64_t column = p * PANEL, n = matrix.out - column < PANEL ? matrix.out - column : PANEL;
         for (int64_t b = 0; b < blocks.count; b++) {
             int64_t first = blocks.first(b), rows = blocks.first(b + 1) - first;
             auto multiply_by = [&](auto *panel) {
-                multiply_panel(matrix, p, rows, inputs.row(first), inputs.stride, panel, tile);
+                const Input *block = inputs.row(first);
+                if (once) multiply_panel<Source::MEMORY_ONCE>(matrix, p, rows, block, inputs.stride, panel, tile);
+                else multiply_panel<Source::MEMORY>(matrix, p, rows, block, inputs.stride, panel, tile);
             };
             if (matrix.bits == 16) multiply_by(matrix.panel<bf16>(p));
             if (matrix.bits == 8) multiply_by(matrix.panel<Int8>(p));

@@ -10,8 +10,11 @@ constexpr int PANEL = 32;
 // Rows computed at once: as many as leave no accumulator outside a register.
 #if defined(__AVX512BF16__)
 constexpr int MOST_ROWS = 12;
+// Up to so many, a panel is read once from one end to the other; with more, in two halves.
+constexpr int MOST_ROWS_OF_ONE_READING = 12;
 #else
 constexpr int MOST_ROWS = 6;
+constexpr int MOST_ROWS_OF_ONE_READING = 3;
 #endif
 
 // What panels in bf16 are multiplied by: AVX-512 multiplies pairs of bf16, AVX2 only floats.
@@ -49,20 +52,24 @@ struct RowBlocks {
     int64_t first(int64_t block) const { return block * rows / count; }
 };
 
-// How many bytes of a panel ahead memory is asked for, where weights come from there: to be in the second cache, as
-// inputs fill the first.
-constexpr int FROM_MEMORY = 8192;
-constexpr int FROM_CACHE = 0;
+// Where weights come from. Memory is asked for ahead: for the second cache, as inputs fill the first; or, where each is
+// needed only once, past it and the third, which are left to what the processes around a step need for it.
+enum class Source { CACHE, MEMORY, MEMORY_ONCE };
 
-template <int AHEAD, class Weight> ALWAYS_INLINE void fetch(const Weight *unit) {
+// So many bytes ahead.
+constexpr int AHEAD = 8192;
+
+template <Source FROM, class Weight> ALWAYS_INLINE void fetch(const Weight *unit) {
     constexpr int BYTES = PANEL * UNIT<Weight> * sizeof(Weight);
-    if constexpr (AHEAD > 0)
-        for (int line = 0; line < BYTES; line += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(unit) + AHEAD + line, _MM_HINT_T1);
+    const char *at = reinterpret_cast<const char *>(unit) + AHEAD;
+    for (int line = 0; line < BYTES; line += 64) {
+        if constexpr (FROM == Source::MEMORY) _mm_prefetch(at + line, _MM_HINT_T1);
+        if constexpr (FROM == Source::MEMORY_ONCE) _mm_prefetch(at + line, _MM_HINT_NTA);
+    }
 }
 
 // to[r][0, PANEL) = row r times the panel, summed up in the order of the inputs; strides in numbers.
-template <int R, int AHEAD>
+template <int R, Source FROM>
 static void multiply(const float *rows, int64_t stride, const float *panel, int64_t units, float *to, int64_t to_stride) {
     // Of few rows a whole panel at once, of more, in narrow registers, first one half and then the other.
     constexpr int ALL = PANEL / LANES, COLUMNS = R <= 3 ? ALL : 2;
@@ -70,7 +77,7 @@ static void multiply(const float *rows, int64_t stride, const float *panel, int6
         Floats sums[R][COLUMNS] = {};
         for (int64_t k = 0; k < units; k++) {
             const float *at = panel + k * PANEL;
-            if (first == 0) fetch<AHEAD>(at);
+            if (first == 0) fetch<FROM>(at);
             Floats w[COLUMNS];
 #pragma GCC unroll 16
             for (int c = 0; c < COLUMNS; c++) w[c] = load(at + (first + c) * LANES);
@@ -87,14 +94,14 @@ static void multiply(const float *rows, int64_t stride, const float *panel, int6
 }
 
 #if defined(__AVX512BF16__)
-template <int R, int AHEAD, class Weight>
+template <int R, Source FROM, class Weight>
 static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride) {
     __m512 sums[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t j = 0; j < units; j++) {
         const Weight *unit = panel + j * PANEL * UNIT<Weight>;
-        fetch<AHEAD>(unit);
+        fetch<FROM>(unit);
         Operands w = operands(unit);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
@@ -111,7 +118,7 @@ static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int6
         for (int c = 0; c < 2; c++) _mm512_storeu_ps(to + r * to_stride + c * 16, sums[r][c]);
 }
 #else
-template <int R, int AHEAD, class Weight>
+template <int R, Source FROM, class Weight>
 static void multiply(const float *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride) {
     constexpr int COLUMNS = R <= 3 ? 4 : 2;
     for (int first = 0; first < 4; first += COLUMNS) {
@@ -122,7 +129,7 @@ static void multiply(const float *rows, int64_t stride, const Weight *panel, int
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_setzero_ps();
         for (int64_t j = 0; j < units; j++) {
             const Weight *unit = panel + j * PANEL * UNIT<Weight>;
-            if (first == 0) fetch<AHEAD>(unit);
+            if (first == 0) fetch<FROM>(unit);
 #pragma GCC unroll 2
             for (int second = 0; second < 2; second++) {
                 __m256 w[COLUMNS];
@@ -145,11 +152,11 @@ static void multiply(const float *rows, int64_t stride, const Weight *panel, int
 #endif
 
 // As above, for 1 to MOST_ROWS rows.
-template <int AHEAD, class Row, class Weight>
+template <Source FROM, class Row, class Weight>
 static inline void multiply(int64_t num_rows, const Row *rows, int64_t stride, const Weight *panel, int64_t units,
                             float *to, int64_t to_stride) {
     switch (num_rows) {
-#define ROWS(R) case R: return multiply<R, AHEAD>(rows, stride, panel, units, to, to_stride);
+#define ROWS(R) case R: return multiply<R, FROM>(rows, stride, panel, units, to, to_stride);
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #if defined(__AVX512BF16__)
         ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
