@@ -86,7 +86,6 @@ class CausalLM:
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
         return cls(model, folder.name if folder.is_dir() else source, native, quantize)
 
-    @torch.inference_mode()
     def forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
         """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids` `[T]`.
 
@@ -95,8 +94,12 @@ class CausalLM:
         if isinstance(self._packed, NativeDecoder):
             assert batch.native is not None
             return self._packed.forward(token_ids, batch.native, rows)
+        return self._torch_forward(token_ids, batch, rows)
+
+    @torch.inference_mode()
+    def _torch_forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
         ids, positions, kept = (torch.from_numpy(array).to(self.device) for array in (token_ids, batch.positions, rows))
-        if self._packed is not None:
+        if isinstance(self._packed, PackedLlama):
             return self._packed.forward(ids, positions, batch, kept)
         logits: Tensor = self._model(
             input_ids=ids.unsqueeze(0),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -123,17 +125,16 @@ class AttentionGroup:
 class AttentionBatch:
     """One step's packed tokens over a KV pool: the single keyword argument that travels through the model.
 
-    Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another from
-    `packed_starts[i]` on; its blocks begin at `tables[table_starts[i]]`. Where there are kernels of our own for the
-    pool, they attend; where not, PyTorch does, by groups.
+    Sequence i of `num_sequences` has `lengths[i]` new tokens from position `starts[i]` on, packed one after another
+    from `packed_starts[i]` on; its blocks begin at `tables[table_starts[i]]`. These five arrays are `indices`, one
+    behind the other. Where there are kernels of our own for the pool, they attend; where not, PyTorch does, by groups.
     """
 
     pool: KVPool
-    starts: Indices
-    lengths: Indices
-    packed_starts: Indices
-    table_starts: Indices
-    tables: Indices
+    num_sequences: int
+    num_tokens: int
+    num_positions: int
+    indices: Indices
     kernels: Library | None = None
 
     @classmethod
@@ -146,13 +147,14 @@ class AttentionBatch:
         kernels: Library | None = None,
     ) -> AttentionBatch:
         """Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another."""
-        start, length = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
-        num_blocks = -(-(start + length) // pool.block_size)
+        ends = list(map(add, starts, lengths))
+        num_blocks = [-(-end // pool.block_size) for end in ends]
+        # One array, as every small one costs a step of few sequences as much.
+        indices = [*starts, *lengths, *_firsts(lengths), *_firsts(num_blocks)]
         # All block tables one behind the other: padded to a rectangle, one long one would make it huge.
-        tables = np.concatenate(
-            [np.asarray(table[:n], dtype=np.int64) for table, n in zip(block_tables, num_blocks, strict=True)]
-        )
-        return cls(pool, start, length, np.cumsum(length) - length, np.cumsum(num_blocks) - num_blocks, tables, kernels)
+        for table, count in zip(block_tables, num_blocks, strict=True):
+            indices += table[:count]
+        return cls(pool, len(ends), sum(lengths), max(ends), np.array(indices, dtype=np.int64), kernels)
 
     @cached_property
     def native(self) -> NativeStep | None:
@@ -160,26 +162,46 @@ class AttentionBatch:
         if self.kernels is None:
             return None
         return NativeStep(
-            self.kernels, self.pool, self.starts, self.lengths, self.packed_starts, self.table_starts, self.tables
+            self.kernels, self.pool, self.num_sequences, self.num_tokens, self.num_positions, self.indices
         )
+
+    @property
+    def starts(self) -> Indices:
+        return self.indices[: self.num_sequences]
+
+    @property
+    def lengths(self) -> Indices:
+        return self.indices[self.num_sequences : 2 * self.num_sequences]
+
+    @property
+    def packed_starts(self) -> Indices:
+        return self.indices[2 * self.num_sequences : 3 * self.num_sequences]
+
+    @property
+    def table_starts(self) -> Indices:
+        return self.indices[3 * self.num_sequences : 4 * self.num_sequences]
+
+    @property
+    def tables(self) -> Indices:
+        return self.indices[4 * self.num_sequences :]
 
     @cached_property
     def positions(self) -> Indices:
         """Of each packed token in its sequence."""
-        return np.arange(self.lengths.sum()) - np.repeat(self.packed_starts - self.starts, self.lengths)
+        return np.arange(self.num_tokens) - np.repeat(self.packed_starts - self.starts, self.lengths)
 
     @cached_property
     def first_slots(self) -> Tensor:
         """Where each token's KV is written, see `KVPool.write`."""
         pool, positions = self.pool, self.positions
-        sequence_of = np.repeat(np.arange(len(self.starts)), self.lengths)
+        sequence_of = np.repeat(np.arange(self.num_sequences), self.lengths)
         blocks = torch.from_numpy(self.tables[self.table_starts[sequence_of] + positions // pool.block_size])
         offsets = torch.from_numpy(positions % pool.block_size)
         return pool.first_slots(blocks, offsets).to(pool.data.device)
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        pool, device, num_sequences = self.pool, self.pool.data.device, len(self.starts)
+        pool, device = self.pool, self.pool.data.device
         start, length, packed_start = self.starts, self.lengths, self.packed_starts
         num_blocks = -(-(start + length) // pool.block_size)
         limits = _CPU_LIMITS if device.type == "cpu" else _LIMITS
@@ -204,7 +226,9 @@ class AttentionBatch:
                     pool=pool,
                     query_index=torch.from_numpy(query_index).to(device),
                     output_index=torch.from_numpy(np.flatnonzero(own)).to(device),
-                    token_index=None if len(rows) == num_sequences else torch.from_numpy(query_index[own]).to(device),
+                    token_index=None
+                    if len(rows) == self.num_sequences
+                    else torch.from_numpy(query_index[own]).to(device),
                     query_positions=torch.from_numpy(start[rows, None] + column).to(device),
                     starts=start[rows],
                     blocks=self.tables[self.table_starts[rows, None] + block_column],
@@ -213,3 +237,8 @@ class AttentionBatch:
                 )
             )
         return groups
+
+
+def _firsts(counts: Sequence[int]) -> list[int]:
+    """Where each begins, of so many each, one behind the other."""
+    return [0, *accumulate(counts)][:-1]

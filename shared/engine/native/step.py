@@ -11,31 +11,29 @@ from shared.engine.attention.grouping import Indices
 from shared.engine.kv_pool import KVPool
 from shared.engine.native.library import Attention, Batch, Heads, Library
 
+# Of a batch, each with a number for every sequence but the last, the block tables.
+_NUM_ARRAYS = 5
+
 
 class NativeStep:
-    """Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another from
-    `first_tokens[i]` on; its blocks begin at `tables[first_blocks[i]]`. The pool is on the CPU, in bf16 or float32."""
+    """`indices` are those of an `AttentionBatch`. The pool is on the CPU, in bf16 or float32."""
 
     def __init__(
         self,
         library: Library,
         pool: KVPool,
-        starts: Indices,
-        lengths: Indices,
-        first_tokens: Indices,
-        first_blocks: Indices,
-        tables: Indices,
+        num_sequences: int,
+        num_tokens: int,
+        num_positions: int,
+        indices: Indices,
     ) -> None:
         self._library = library
         # The structures hold addresses: what they point to must live as long.
-        self._kept = (pool, starts, lengths, first_tokens, first_blocks, tables)
-        self.num_tokens = int(lengths.sum())
-        self.num_positions = int((starts + lengths).max())
-        self.batch = Batch(
-            len(starts),
-            self.num_tokens,
-            *(array.ctypes.data for array in self._kept[1:]),
-        )
+        self._kept = (pool, indices)
+        self.num_tokens = num_tokens
+        self.num_positions = num_positions
+        first, size = indices.ctypes.data, num_sequences * indices.itemsize
+        self.batch = Batch(num_sequences, num_tokens, *(first + i * size for i in range(_NUM_ARRAYS)))
         self.pool = pool.described
 
     def attend(
