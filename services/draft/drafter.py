@@ -39,6 +39,7 @@ class Drafter:
         self.num_asked = num_draft_tokens
         self.asked_ns = time.time_ns()
         self.sequence.num_steps = max(0, num_draft_tokens - self.sequence.num_drawn)
+        self.sequence.draws_on = True
 
     def take(self, sampled: SampledTokens) -> None:
         """Takes in one draw of the sequence's."""
@@ -57,3 +58,5 @@ class Drafter:
     def guess_on(self, num_draft_tokens: int) -> None:
         """Continues on the guess that the whole answer is accepted: its bonus token, then the next draft."""
         self.sequence.num_steps = num_draft_tokens + 1
+        # What is committed meanwhile may end it.
+        self.sequence.draws_on = False

@@ -112,8 +112,9 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
     def _on_outcome(self, outcome: StepOutcome) -> None:
         results: defaultdict[Stream, list[draft_pb2.DraftResult]] = defaultdict(list)
         for gain in outcome.gains:
-            lane, drafter = self._lanes[gain.sequence], self._drafters[gain.sequence]
-            drafter.take(gain.sampled)
+            self._drafters[gain.sequence].take(gain.sampled)
+        for sequence in dict.fromkeys(gain.sequence for gain in outcome.gains):
+            lane, drafter = self._lanes[sequence], self._drafters[sequence]
             if drafter.answerable:
                 results[lane.stream].append(self._answer(lane, drafter))
         for sequence in outcome.failed:

@@ -53,7 +53,7 @@ class StepOutcome:
     """`gains` of the sequences that sampled; `failed` holds those that cannot be computed, removed.
 
     `prefills`: whose prompts are in it, and with how many tokens; `num_attended`: what those and the others attend to,
-    as in its plan.
+    as in its plan. `num_following`: steps that followed in one go, whose gains are here as well, and nothing else.
     """
 
     gains: list[Gain]
@@ -64,6 +64,7 @@ class StepOutcome:
     seconds: float
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     num_attended: tuple[int, int] = (0, 0)
+    num_following: int = 0
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -116,7 +117,7 @@ class Engine:
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
     def step(self) -> StepOutcome | None:
-        """Runs one step; None when there is nothing to do.
+        """Runs one step, and those behind it that nobody could have a say in; None when there is nothing to do.
 
         Raises EngineBroken after an accelerator's own error, or when several steps in a row failed for all their
         sequences and for one token as well.
@@ -135,7 +136,17 @@ class Engine:
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
-        return StepOutcome(gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended)
+        num_following = 0
+        while not failed and (following := self.scheduler.following(plan)) is not None:
+            rows = self._compute(following)
+            if rows is None:
+                break  # nothing has changed: it is tried again as a step of its own
+            gains += self._complete(following, rows)
+            num_following += 1
+            plan = following
+        return StepOutcome(
+            gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended, num_following
+        )
 
     def _run(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
         """What the plan's sequences gained, and those that failed even alone, which are removed."""

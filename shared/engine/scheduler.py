@@ -175,6 +175,23 @@ class Scheduler:
                 budget -= self._schedule_running(sequence, budget, plan)
         return plan if plan.scheduled else None
 
+    def following(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind a completed one in which all draw once more, if nothing that comes meanwhile could be for
+        it: everybody here was in that step and draws on. Else None, and `schedule` says what is next."""
+        everybody = not self._waiting and len(plan.scheduled) == len(self._running)
+        if not everybody or self.pool.num_allocatable < len(plan.scheduled):
+            return None
+        following = StepPlan()
+        for item in plan.scheduled:
+            sequence = item.sequence
+            if not sequence.draws_on or sequence.num_pending_tokens != 1:
+                return None
+            start = sequence.num_computed_tokens
+            # Behind what it has just written to, so that nothing is shared.
+            copies = self._prepare_blocks(sequence, start, start + 1)
+            following.scheduled.append(ScheduledSequence(sequence, start, 1, 1, copies))
+        return following
+
     def complete(self, plan: StepPlan, sampled: List[SampledTokens]) -> list[tuple[Sequence, SampledTokens]]:
         """Takes in a step's outcome: one entry of `sampled` for each scheduled sequence that has rows.
 

@@ -25,8 +25,8 @@ class Sequence:
     `token_ids` are the committed tokens; in a drafter they go on with its own draws, and only the first
     `num_committed` are committed. `proposal` holds draft tokens to verify behind them. `num_steps` is how
     often the sequence may still sample before its owner must speak again; with none left its KV is only
-    computed up to `num_wanted_tokens`. `token_counts` counts `token_ids` where the request has penalties. `kv_import`
-    is what comes from another worker, to begin with.
+    computed up to `num_wanted_tokens`; `draws_on`: between them its owner has nothing to say. `token_counts` counts
+    `token_ids` where the request has penalties. `kv_import` is what comes from another worker, to begin with.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Sequence:
         self.num_steps = num_steps
         self.num_committed = len(self.token_ids)
         self.num_wanted_tokens = 0
+        self.draws_on = False
         self.proposal: Proposal = EMPTY_PROPOSAL
         self.forks: list[Sequence] = []
         self.kv_import: KVImport | None = None

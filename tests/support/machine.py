@@ -73,13 +73,14 @@ class Machine:
         self.max_sequences = max_sequences
         self.num_steps = 0
         self.num_computed = 0
+        self.num_following = 0
 
     @property
     def sequences(self) -> list[Sequence]:
         return list(self.scheduler.sequences())
 
     def step(self) -> StepPlan | None:
-        """One step of everything. Returns its plan."""
+        """One step of everything, and those that follow in one go. Returns the first one's plan."""
         before = dict.fromkeys(self.sequences)
         plan = self.scheduler.schedule()
         if plan is None:
@@ -90,6 +91,19 @@ class Machine:
             assert not able or held or any(each.block_table for each in idle), "work is left, but nothing is planned"
             self.scheduler.check()
             return None
+        self._carry_out(plan)
+        assert all(sequence.block_table or not sequence.num_computed_tokens for sequence in before)
+        assert before.keys() >= {item.sequence for item in plan.scheduled}
+        latest = plan
+        while (following := self.scheduler.following(latest)) is not None:
+            assert {item.sequence for item in following.scheduled} == set(self.sequences)
+            assert not following.copies
+            self._carry_out(following)
+            self.num_following += 1
+            latest = following
+        return plan
+
+    def _carry_out(self, plan: StepPlan) -> None:
         self.num_steps += 1
         self.num_computed += plan.num_tokens
         assert 0 < plan.num_tokens <= self.max_batch_tokens
@@ -98,9 +112,6 @@ class Machine:
         self._compute(plan)
         self.scheduler.complete(plan, [self._verify(item.sequence) for item in plan.scheduled if item.num_rows])
         self.scheduler.check()
-        assert all(sequence.block_table or not sequence.num_computed_tokens for sequence in before)
-        assert before.keys() >= {item.sequence for item in plan.scheduled}
-        return plan
 
     def _compute(self, plan: StepPlan) -> None:
         read = {key: self.kv.get(key) for key in [(src, i) for src, _ in plan.copies for i in range(BLOCK_SIZE)]}

@@ -115,6 +115,42 @@ def test_a_batch_generates_what_transformers_does(
     assert engine.blocks.counts().owned == 0
 
 
+def drafting(engine: Engine, prompt: Tokens[int], num_steps: int) -> Sequence:
+    params = SamplingParams(temperature=0.0)
+    sequence = Sequence(
+        prompt, len(prompt), params, root_hash(engine.fingerprint, b""), drafting=True, num_steps=num_steps
+    )
+    sequence.draws_on = True
+    return sequence
+
+
+def test_draws_in_one_go_are_those_of_steps(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:
+    engine = engine_for(model)
+    prompts = [prompt for prompt in PROMPTS if len(generated[prompt]) >= len(prompt) + 20]
+    assert len(prompts) > 2
+    sequences = [drafting(engine, prompt, 20) for prompt in prompts]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    [outcome] = drain(engine)
+    assert outcome.num_following == 19
+    assert len(outcome.gains) == 20 * len(prompts)
+    assert outcome.num_tokens == sum(map(len, prompts))
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.token_ids == generated[prompt][: len(prompt) + 20]
+
+
+def test_a_draw_that_fails_is_made_again_by_a_step_of_its_own(
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = engine_for(model), PROMPTS[-1]
+    engine.scheduler.add(sequence := drafting(engine, prompt, 8))
+    fails = iter([False, False, True])
+    failing_if(model, monkeypatch, lambda tokens: next(fails, False))
+    first, second = drain(engine)
+    assert (first.num_following, second.num_following) == (1, 5)
+    assert sequence.token_ids == generated[prompt][: len(prompt) + 8]
+
+
 def test_one_by_one_is_as_good_as_together(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:
     engine = engine_for(model)
     for prompt in PROMPTS:

@@ -118,11 +118,13 @@ def test_drafters_follow_what_is_committed(seed: int, num_blocks: int, max_seque
                 new.num_steps, new.num_wanted_tokens = 0, len(new.token_ids) - 1
             else:
                 new.num_steps = max(0, min(rng.randint(1, 5), len(text) - new.num_committed) - new.num_drawn)
+                new.draws_on = rng.random() < 0.7
         held = [new for new in machine.sequences if new.block_table]
         machine.step()
         num_preempted += sum(not new.block_table for new in held)
     assert all(new not in machine.sequences for new in truth), "a drafter starves"
     assert num_preempted > 0
+    assert machine.num_following > 0
     machine.scheduler.check()
     assert machine.pool.counts().owned == 0
 
@@ -402,6 +404,40 @@ def test_a_running_draft_takes_blocks_from_idle_ones_not_from_the_youngest() -> 
         assert plan.num_tokens == (12 if step == 1 else 2), "nothing is computed again"
         assert [draft.num_drawn for draft in running] == [step, step]
     assert [bool(draft.block_table) for draft in drafts] == [False, False]
+
+
+def test_draws_that_nobody_could_have_a_say_in_are_made_in_one_go() -> None:
+    machine = Machine(num_blocks=20)
+    drafts = [drafting([i] * 6, num_steps=num_steps) for i, num_steps in enumerate((5, 3))]
+    for draft in drafts:
+        draft.draws_on = True
+        machine.scheduler.add(draft)
+    machine.step()
+    assert [draft.num_drawn for draft in drafts] == [3, 3], "until one of them is to be answered"
+    machine.step()
+    assert [draft.num_drawn for draft in drafts] == [4, 3], "and then step by step: the other may be asked again"
+    machine.scheduler.remove(drafts[1])
+    drafts[0].num_steps = 4
+    machine.step()
+    assert drafts[0].num_drawn == 8
+    drafts[0].draws_on, drafts[0].num_steps = False, 2
+    machine.step()
+    assert drafts[0].num_drawn == 9
+    machine.scheduler.add(drafting([7] * 6, num_steps=0))
+    drafts[0].draws_on = True
+    machine.step()
+    assert drafts[0].num_drawn == 10, "another may be asked meanwhile"
+
+
+def test_draws_in_one_go_take_no_blocks_from_anybody() -> None:
+    machine = Machine(num_blocks=3)
+    machine.scheduler.add(draft := drafting([1] * 6, num_steps=9))
+    draft.draws_on = True
+    machine.step()
+    assert draft.num_drawn == 4, "until there may be none for the next"
+    machine.step()
+    assert draft.num_drawn == 5
+    assert machine.scheduler.num_preempted == 0
 
 
 def test_no_more_sequences_hold_blocks_than_allowed() -> None:
