@@ -1,7 +1,8 @@
 """`make bench-rounds`: where the time of a round goes, from the spans of the three processes.
 
-One stream with a fixed γ, every request traced. The steps are what the workers measured at warm-up; what is left is
-what a round takes for being one over a network, and tracing.
+One stream with a fixed γ in turns with plain decoding, every request traced. Of the steps, drafting is what the worker
+measured at warm-up; verifying is a plain step of this run, and what γ more tokens add to it by the measurement at
+warm-up. What is left is what a round takes for being one over a network, and tracing.
 
 python -m tests.benchmarks.rounds --pair synthetic --gamma 4
 """
@@ -27,7 +28,7 @@ from shared.rpc.channel import connect
 from shared.settings import StartupError
 from shared.telemetry.attributes import NUM_DRAFT_TOKENS
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.load import Mode, run_load
+from tests.benchmarks.load import OFF, Mode, run_load
 from tests.benchmarks.machine import this_machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
@@ -94,14 +95,18 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
             for _ in range(_WARM_UPS):
                 await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
             before = len(receiver.named("round"))
+            plain_steps = []
             for _ in range(num_requests):
                 await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
+                plain = await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, OFF)
+                plain_steps.append((plain.seconds - plain.ttft_seconds[0]) / (_NUM_TOKENS - 1))
             draft, target = await _costs(stack, "draft"), await _costs(stack, "target-0")
             check_undisturbed(stack)
         await asyncio.to_thread(receiver.wait_for, lambda _: _complete(receiver), _EXPORT_SECONDS)
     rounds = {span.span_id for span in receiver.named("round")[before:]}
     spans = [span for span in receiver.spans if span.name != "round" or span.span_id in rounds]
-    return parts_of(spans, gamma, draft.seconds(1), target.seconds(gamma + 1))
+    verify_step = median(plain_steps) + target.seconds(gamma + 1) - target.seconds(1)
+    return parts_of(spans, gamma, draft.seconds(1), verify_step)
 
 
 def _complete(receiver: OtlpReceiver) -> bool:
