@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-steps bench-rounds bench-peers bench-pools bench-overheads clean
+.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-peers bench-pools bench-overheads clean
 
 COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
 # What every target of the container stack begins with.
@@ -99,6 +99,9 @@ bench: setup ## Measure against transformers; prints two tables for each pair.
 
 bench-steps: setup ## Measure what steps of both models take, beside what memory and arithmetic allow.
 	$(BIN)/python -m tests.benchmarks.steps $(ARGS)
+
+bench-growth: setup ## Measure how steps grow with sequences, contexts, vocabulary and the model's shape.
+	$(BIN)/python -m tests.benchmarks.growth $(ARGS)
 
 bench-rounds: setup ## Measure where the time of a round goes, from the spans of its three processes.
 	$(BIN)/python -m tests.benchmarks.rounds $(ARGS)

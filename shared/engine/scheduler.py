@@ -184,7 +184,7 @@ class Scheduler:
         following = StepPlan()
         for item in plan.scheduled:
             sequence = item.sequence
-            if not sequence.draws_on or sequence.num_pending_tokens != 1:
+            if not sequence.draws_on or sequence.num_steps == 0 or sequence.num_pending_tokens > 1:
                 return None
             start = sequence.num_computed_tokens
             # Behind what it has just written to, so that nothing is shared.

@@ -12,8 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -87,11 +86,11 @@ class Measured(NamedTuple):
 
 
 class Model:
-    """A model ready to run steps, and what they cannot do without."""
+    """A model ready to run steps of these sizes, and what they cannot do without."""
 
-    def __init__(self, source: Path, native: Native, quantize: Quantize) -> None:
+    def __init__(self, model: CausalLM, quantize: Quantize, sizes: Sequence[Size]) -> None:
         """Raises StartupError."""
-        self.model = CausalLM.load(str(source), "cpu", "bfloat16", native, quantize)
+        self.model = model
         self._weight_bytes = _WEIGHT_BYTES[quantize]
         matrices = {id(each): each for each in self.model._model.parameters() if each.dim() > 1}
         whole: Any = self.model._model
@@ -100,7 +99,7 @@ class Model:
             del matrices[id(embedding.weight)]  # read by the row
         self._num_weights = sum(each.numel() for each in matrices.values())
         self._num_head_weights: int = head.weight.numel()
-        num_blocks = max(size.sequences * -(-(size.context + size.queries) // _BLOCK_SIZE) for size in SIZES)
+        num_blocks = max(size.sequences * -(-(size.context + size.queries) // _BLOCK_SIZE) for size in sizes)
         self._runner = ModelRunner(
             self.model, KVPool(self.model.kv_shape, num_blocks, _BLOCK_SIZE, self.model.dtype, self.model.device)
         )
@@ -189,7 +188,7 @@ def main() -> None:
             columns: list[dict[Size, Measured]] = []
             for (native, quantize), way in zip(ways, names, strict=True):
                 try:
-                    model = Model(source, native, quantize)
+                    model = Model(CausalLM.load(str(source), "cpu", "bfloat16", native, quantize), quantize, SIZES)
                 except StartupError as error:
                     sys.exit(f"bench-steps: {error}")
                 columns.append({})

@@ -52,7 +52,7 @@ def make_pair(out: Path = PAIR, shape: PairShape | None = None) -> tuple[Path, P
     shape_path.unlink(missing_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
-        target = _make_target(shape)
+        target = make_target(shape)
         draft = _first_layers(target, shape.shared_layers)
     tokenizer = _train_tokenizer(shape.vocab)
     for model, path in ((target, target_path), (draft, draft_path)):
@@ -63,7 +63,8 @@ def make_pair(out: Path = PAIR, shape: PairShape | None = None) -> tuple[Path, P
 
 
 @torch.no_grad()
-def _make_target(shape: PairShape) -> LlamaForCausalLM:
+def make_target(shape: PairShape) -> LlamaForCausalLM:
+    """The target alone, in float32."""
     config = LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
