@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,9 @@ def _leave_checkpoint(model: PreTrainedModel) -> None:
     """Copies all weights but those of linear layers, which are to be packed: one tensor in it would keep the whole
     mapped file in memory."""
     linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
-    for parameter in model.parameters():
-        if id(parameter) not in linear:
-            parameter.data = parameter.data.clone()
+    for tensor in chain(model.parameters(), model.buffers()):
+        if id(tensor) not in linear:
+            tensor.data = tensor.data.clone()
 
 
 def _probe_attention(model: PreTrainedModel, name: str) -> tuple[KVShape, list[LayerAttention]]:

@@ -246,6 +246,11 @@ class GammaController:
             self._num_output_tokens += _OUTPUT_WEIGHT * (num_output_tokens - self._num_output_tokens)
 
     @property
+    def declines(self) -> bool:
+        """Whether the last choice was that nobody drafts, for reasons that still hold as far as is known."""
+        return self.gamma == 0 and not self.measuring and self._decided_at > -math.inf
+
+    @property
     def measuring(self) -> bool:
         """Whether everybody decodes plainly for a few steps, so that it is known what these take."""
         return self._plain.measuring

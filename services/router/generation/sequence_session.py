@@ -124,7 +124,8 @@ class SequenceSession:
     async def _move(self) -> LaneResult:
         """Goes on where its KV went, behind its first token; the first result there."""
         assert self._passage is not None
-        lane = self._passage.move(self._token_ids, self._params, self._session.num_first_steps, current_traceparent())
+        num_steps = self._session.num_first_steps(self._passage.destination)
+        lane = self._passage.move(self._token_ids, self._params, num_steps, current_traceparent())
         self._lane.release()
         if lane is None:
             self.release()

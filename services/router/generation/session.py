@@ -137,7 +137,7 @@ class Session:
             token_ids,
             num_prompt_tokens,
             params,
-            1 if placed.remote_prefill else self.num_first_steps,
+            1 if placed.remote_prefill else self.num_first_steps(placed.decode),
             self._cache_salt,
             parent,
             pull_id,
@@ -171,11 +171,15 @@ class Session:
             self._blamed.add(link)
             link.breaker.failed()
 
-    @property
-    def num_first_steps(self) -> int:
-        """Steps granted with a prompt. Who may draft decides behind the first token; who may not goes on in the next
-        step, which does not wait for the router."""
-        return 1 if self._may_draft else GRANTED_STEPS
+    def num_first_steps(self, link: TargetLink) -> int:
+        """Steps granted with a prompt to that worker. Who may draft decides behind the first token, unless it is known
+        that nobody drafts there now; others go on in the next step, which does not wait for the router."""
+        if not self._may_draft:
+            return GRANTED_STEPS
+        if self.options.num_draft_tokens is not None:
+            return 1
+        controller = self.fleet.gamma(link, self.fleet.choose_draft())
+        return GRANTED_STEPS if controller is not None and controller.declines else 1
 
     @property
     def _may_draft(self) -> bool:
