@@ -310,11 +310,12 @@ class GammaController:
             self._caught_up_at = max(self._caught_up_at, received)
         if step is None or step.received - step.seconds < self._caught_up_at:
             return  # the drafter, maybe on the same cores, was at work
-        before = self._round_seconds(step.load, self.gamma)
+        # What rounds take was seen too, and is no other for what plain steps do.
+        before = self._round_seconds(step.load, self.gamma) if self._num_active > 0 else None
         if not self._plain.observe(step.load, step.seconds, step.received, self._busy_seconds):
             return
         self._decided_at = -math.inf  # now that it is known
-        if self._num_active > 0:  # what rounds take was seen too, and is no other for it
+        if before is not None:
             self._rounds.rescale(step.load, before / self._round_seconds(step.load, self.gamma))
 
     def _note_drafter_busy(self, seconds: float) -> None:

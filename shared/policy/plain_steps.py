@@ -82,11 +82,12 @@ class PlainSteps:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
         self._seen_at[nearest_power(load)] = busy
         expected = self._target.seconds(load)
-        self._too_fast.append(seconds)
-        seconds = fmean(self._too_fast)
-        if seconds < _LEAST_SHARE * self.seconds(load) and len(self._too_fast) < _MOST_TOGETHER:
-            return False
-        self._too_fast = []
+        if self._too_fast or seconds < _LEAST_SHARE * self.seconds(load):
+            self._too_fast.append(seconds)
+            seconds = fmean(self._too_fast)
+            if seconds < _LEAST_SHARE * self.seconds(load) and len(self._too_fast) < _MOST_TOGETHER:
+                return False
+            self._too_fast = []
         if not self.measuring:
             self._followed.pop(nearest_power(load), None)
             self._overhead.observe(load, 0, expected, seconds, 1.0)
