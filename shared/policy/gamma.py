@@ -46,6 +46,8 @@ _IMPOSSIBLE_SHARE = 0.9
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
+# Else one plain step in so many seconds is looked at.
+_PLAIN_STEPS_APART = 0.005
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
 # A scout drafts for so many rounds, so many tokens each (behind a rejected one they say nothing, so few at a time say
@@ -302,6 +304,8 @@ class GammaController:
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
+        if step is not None and step.received < received < step.received + _PLAIN_STEPS_APART and not self.measuring:
+            return  # looking at each would cost steps of a millisecond a percent
         if step is not None and received <= step.received:
             self._last_plain = step._replace(seconds=min(step.seconds, seconds))
             return

@@ -513,6 +513,42 @@ def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
     assert found._rounds.count(2, 4) > 0.0
 
 
+@pytest.mark.parametrize(("step", "least", "most"), [(0.001, 16, 20), (0.004, 48, 50), (0.01, 98, 100)])
+def test_of_many_short_plain_steps_a_few_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, step: float, least: int, most: int
+) -> None:
+    clock = Clock()
+    seen: list[float] = []
+    chooser = controller(flat(step), flat(step), clock)
+    observe = chooser._plain.observe
+
+    def note(load: int, seconds: float, now: float, busy: float) -> bool:
+        seen.append(seconds)
+        return observe(load, seconds, now, busy)
+
+    monkeypatch.setattr(chooser._plain, "observe", note)
+    for _ in range(100):
+        clock.now += step
+        # Two that were in it tell of it, one of them late.
+        for seconds in (2 * step, 1.5 * step):
+            chooser.observe_plain(2, seconds, clock.now)
+    assert least <= len(seen) <= most
+    assert chooser.plain_seconds(2) > 1.1 * step, "and learnt from"
+    assert seen[1:] == [pytest.approx(1.5 * step)] * (len(seen) - 1)
+
+
+def test_where_nobody_is_to_draft_a_request_may_know_it_beforehand() -> None:
+    clock = Clock()
+    chooser = controller(flat(0.01), flat(0.02), clock)
+    assert not chooser.declines, "nothing was decided yet"
+    each = drafting(0.2)
+    assert chooser.choose(each, situation()) == 0
+    assert chooser.declines
+    better = controller(flat(0.01), flat(0.0001), clock)
+    assert better.choose(drafting(0.9), situation()) > 0 or better.measuring
+    assert not better.declines
+
+
 def test_nothing_is_learnt_of_plain_steps_while_one_scouts_in_their_shadow() -> None:
     """Where the drafter is on the same cores, each of its rounds takes from the plain steps beside it."""
     clock = Clock()
