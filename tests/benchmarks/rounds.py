@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from outrider.v1 import draft_pb2_grpc, target_pb2_grpc, worker_pb2
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.stack import Stack, StackSettings
 from shared.policy.step_costs import StepCosts
-from shared.rpc.channel import connect
 from shared.settings import StartupError
 from shared.telemetry.attributes import NUM_DRAFT_TOKENS
 from tests.benchmarks.errors import BenchmarkError
@@ -32,6 +30,7 @@ from tests.benchmarks.load import OFF, Mode, run_load
 from tests.benchmarks.machine import this_machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
+from tests.benchmarks.worker_info import worker_info
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.support.service import inference
 
@@ -116,9 +115,7 @@ def _complete(receiver: OtlpReceiver) -> bool:
 
 
 async def _costs(stack: Stack, name: str) -> StepCosts:
-    async with connect(stack.processes[name].address) as channel:
-        stub = draft_pb2_grpc.DrafterStub(channel) if name == "draft" else target_pb2_grpc.TargetStub(channel)
-        info: worker_pb2.WorkerInfo = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+    info = await worker_info(stack, name)
     return StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])
 
 
