@@ -183,8 +183,7 @@ class Fleet:
         elif info.fingerprint != self._info.fingerprint:
             raise StartupError(
                 "target workers must serve one model in one dtype, block size and quantize setting, that of the "
-                f"first: {_named(info)} "
-                f"differs from {_named(self._info)}"
+                f"first: {_named(info)} differs from {_named(self._info)}"
             )
         self._info = info
 
