@@ -32,7 +32,7 @@ _CURIOSITY_AGAIN = 0.05
 # A choice stands for so many rounds or plain steps, and at least so long, as choosing takes time too; unless the load
 # has changed by more than this share.
 _REST_ROUNDS = 8
-_LEAST_REST_SECONDS = 0.05
+_LEAST_REST_SECONDS = 0.1
 _NEW_LOAD = 0.25
 # What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
 # that is so long ago; unless drafting promises so much that it hardly matters.
@@ -47,7 +47,7 @@ _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Else one plain step in so many seconds is looked at.
-_PLAIN_STEPS_APART = 0.005
+_PLAIN_STEPS_APART = 0.01
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
 # A scout drafts for so many rounds, so many tokens each (behind a rejected one they say nothing, so few at a time say

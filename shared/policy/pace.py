@@ -7,10 +7,12 @@ from typing import NamedTuple
 from shared.policy.acceptance import Acceptance
 from shared.policy.gamma import Drafting, GammaController, Situation
 
-# Plain decoding: steps a worker may run ahead, and what is left of them when more are granted. Enough that
-# the worker never waits for the router; little enough that a change to drafting is not long in coming.
-GRANTED_STEPS = 8
-_REFILL_BELOW = 4
+# Plain decoding: seconds that a worker may run ahead, in steps, but so few of them at least and so many at most; more
+# are granted when half of them are left. Enough that the worker never waits for the router, and that asking for more
+# takes little beside steps of a millisecond; little enough that a change to drafting is not long in coming.
+_GRANTED_SECONDS = 0.05
+LEAST_GRANTED_STEPS = 8
+_MOST_GRANTED_STEPS = 32
 # The same while it is measured what plain steps take: rounds are to follow.
 _MEASURED_STEPS = 6
 
@@ -24,9 +26,9 @@ class Move(NamedTuple):
     catch_up: bool = False
 
 
-def enough_granted(num_steps: int) -> bool:
-    """Whether there is nothing to decide yet, with so many granted steps still to come."""
-    return num_steps >= _REFILL_BELOW
+def steps_ahead(step_seconds: float) -> int:
+    """Plain steps granted at a time where one takes so long."""
+    return min(max(LEAST_GRANTED_STEPS, int(_GRANTED_SECONDS / step_seconds)), _MOST_GRANTED_STEPS)
 
 
 class Pace:
@@ -42,10 +44,16 @@ class Pace:
         self._fixed = fixed
         # Draft tokens wanted in the next round, until it begins.
         self._wanted = 0
+        self._refill_below = LEAST_GRANTED_STEPS // 2
 
-    def next(self, controller: GammaController | None, situation: Situation, num_steps: int) -> Move:
-        """The next move, with `num_steps` granted steps still to come; without a controller, plain decoding."""
-        if enough_granted(num_steps):
+    def enough_granted(self, num_steps: int) -> bool:
+        """Whether there is nothing to decide yet, with so many granted steps still to come."""
+        return num_steps >= self._refill_below
+
+    def next(self, controller: GammaController | None, situation: Situation, num_steps: int, num_ahead: int) -> Move:
+        """The next move, with `num_steps` granted steps still to come; without a controller, plain decoding, for
+        `num_ahead` steps at a time."""
+        if self.enough_granted(num_steps):
             return Move()
         fresh = self._wanted == 0
         if controller is None:
@@ -56,11 +64,12 @@ class Pace:
         if wanted <= 0 or controller is None:
             self._wanted = 0
             measuring = controller is not None and controller.measuring
-            return Move(num_steps=_MEASURED_STEPS if measuring else GRANTED_STEPS)
+            self._refill_below = (LEAST_GRANTED_STEPS if measuring else num_ahead) // 2
+            return Move(num_steps=_MEASURED_STEPS if measuring else num_ahead)
         catch_up = controller.catch_up_seconds(situation.num_unseen) if fresh else 0.0
         num_meanwhile = controller.steps_meanwhile(catch_up, situation.load)
         if num_steps == 0 and num_meanwhile <= 0:
             self._wanted = 0
             return Move(num_draft_tokens=wanted)
-        granted = max(0, min(num_meanwhile, GRANTED_STEPS) - num_steps)
+        granted = max(0, min(num_meanwhile, LEAST_GRANTED_STEPS) - num_steps)
         return Move(num_steps=granted, catch_up=fresh and situation.num_unseen > 1)

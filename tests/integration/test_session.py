@@ -8,7 +8,6 @@ import pytest
 from outrider.v1 import inference_pb2
 
 from shared.policy.gamma import Drafting
-from shared.policy.pace import GRANTED_STEPS
 from shared.policy.step_costs import StepCosts
 from tests.support.fake_workers import plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack, until
@@ -48,10 +47,12 @@ async def test_who_never_drafts_is_granted_more_than_the_first_step_with_its_pro
         await s.generate(greedy(speculation=inference_pb2.Speculation(enabled=False)))
         await s.generate(greedy(2))
         await s.generate(greedy())
-        assert [prefill.num_steps for prefill in s.target.prefills] == [GRANTED_STEPS, GRANTED_STEPS, 1, 1]
+        ahead, *others = [prefill.num_steps for prefill in s.target.prefills]
+        assert ahead >= 8
+        assert others == [ahead, 1, 1]
     async with stack(drafter=False) as s:
         await s.generate(greedy())
-        assert [prefill.num_steps for prefill in s.target.prefills] == [GRANTED_STEPS]
+        assert [prefill.num_steps for prefill in s.target.prefills] == [ahead]
 
 
 async def test_who_has_the_same_beginning_follows_a_prompt_that_is_being_computed() -> None:

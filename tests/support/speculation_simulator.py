@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from services.target.gathering import Gathering
 from shared.policy.gamma import GammaController, Situation
-from shared.policy.pace import Pace
+from shared.policy.pace import Pace, steps_ahead
 from shared.policy.step_costs import StepCosts
 
 _MEASURED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128)
@@ -396,7 +396,8 @@ class Simulation:
                 lane.num_output,
                 self.workload.output_tokens[1] - lane.num_output,
             )
-            move = lane.pace.next(None if lane.in_shadow else self.controller, situation, lane.num_steps)
+            num_ahead = steps_ahead(self.machine.one_token)
+            move = lane.pace.next(None if lane.in_shadow else self.controller, situation, lane.num_steps, num_ahead)
             if lane.pace.drafting.num_scouting_rounds and not lane.in_shadow and not move.catch_up:
                 lane.catching_up += unseen
                 lane.num_seen = lane.num_context

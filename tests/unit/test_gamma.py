@@ -513,7 +513,7 @@ def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
     assert found._rounds.count(2, 4) > 0.0
 
 
-@pytest.mark.parametrize(("step", "least", "most"), [(0.001, 16, 20), (0.004, 48, 50), (0.01, 98, 100)])
+@pytest.mark.parametrize(("step", "least", "most"), [(0.001, 8, 10), (0.004, 32, 34), (0.012, 98, 100)])
 def test_of_many_short_plain_steps_a_few_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, step: float, least: int, most: int
 ) -> None:

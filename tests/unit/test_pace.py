@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from shared.policy.gamma import Drafting, GammaController, Situation
-from shared.policy.pace import GRANTED_STEPS, Move, Pace
+from shared.policy.pace import LEAST_GRANTED_STEPS, Move, Pace, steps_ahead
 
 
 class Wanting:
@@ -32,21 +32,26 @@ class Wanting:
 
 
 def move(
-    pace: Pace, controller: Wanting | None, num_steps: int = 0, num_unseen: int = 1, num_remaining: int = 100
+    pace: Pace,
+    controller: Wanting | None,
+    num_steps: int = 0,
+    num_unseen: int = 1,
+    num_remaining: int = 100,
+    num_ahead: int = LEAST_GRANTED_STEPS,
 ) -> Move:
     situation = Situation(4, 0, 0, num_unseen, 10, num_remaining)
-    return pace.next(cast(GammaController, controller), situation, num_steps)
+    return pace.next(cast(GammaController, controller), situation, num_steps, num_ahead)
 
 
 def grants(pace: Pace, controller: Wanting | None) -> list[int]:
-    return [move(pace, controller, num_steps).num_steps for num_steps in range(GRANTED_STEPS + 1)]
+    return [move(pace, controller, num_steps).num_steps for num_steps in range(LEAST_GRANTED_STEPS + 1)]
 
 
 @pytest.mark.parametrize("fixed", [None, 0, 4])
 def test_without_a_controller_steps_are_granted_before_they_run_out(fixed: int | None) -> None:
     given = grants(Pace(None, fixed), None)
     assert given[0] > 0
-    assert set(given) == {0, GRANTED_STEPS}
+    assert set(given) == {0, LEAST_GRANTED_STEPS}
     assert given == sorted(given, reverse=True)
     assert given[1] > 0, "the worker never waits for the router"
     assert given[-1] == 0, "there are enough"
@@ -61,7 +66,28 @@ def test_with_a_controller_that_wants_no_drafts_it_is_the_same() -> None:
 def test_while_plain_steps_are_measured_few_are_granted() -> None:
     controller = Wanting(0)
     controller.measuring = True
-    assert 0 < move(Pace(None, None), controller).num_steps < GRANTED_STEPS
+    assert 0 < move(Pace(None, None), controller, num_ahead=32).num_steps < LEAST_GRANTED_STEPS
+
+
+def test_more_steps_are_granted_where_they_are_short_and_half_of_them_are_left_when_the_next_are() -> None:
+    assert [steps_ahead(seconds) for seconds in (1e-9, 0.001, 0.0025, 0.005, 0.03, 60)] == [32, 32, 20, 10, 8, 8]
+    pace = Pace(None, None)
+    assert move(pace, Wanting(0), num_ahead=20) == Move(num_steps=20)
+    assert [pace.enough_granted(num_steps) for num_steps in (9, 10)] == [False, True]
+    assert [move(pace, Wanting(0), n, num_ahead=20).num_steps for n in (20, 10, 9)] == [0, 0, 20]
+
+
+def test_however_many_steps_were_granted_a_round_waits_for_them_and_catching_up_grants_few() -> None:
+    controller = Wanting(0)
+    pace = Pace(None, None)
+    assert move(pace, controller, num_ahead=32) == Move(num_steps=32)
+    controller.gamma = 5
+    moves = [move(pace, controller, n, num_unseen=4, num_ahead=32) for n in range(31, 0, -1)]
+    assert moves == [Move()] * 16 + [Move(catch_up=True)] + [Move()] * 14
+    assert move(pace, controller, num_ahead=32) == Move(num_draft_tokens=5)
+    controller.catch_up = 1e6
+    granted = move(pace, controller, num_unseen=10**6, num_ahead=32).num_steps
+    assert granted == LEAST_GRANTED_STEPS
 
 
 def test_a_fixed_gamma_is_everyones_and_the_controller_is_not_asked() -> None:
@@ -97,7 +123,7 @@ def test_while_the_drafter_catches_up_plain_steps_go_on() -> None:
     assert [move(pace, controller, n, num_unseen=4 - n) for n in (2, 1)] == [Move(), Move()]
     assert move(pace, controller, 0, num_unseen=4) == Move(num_draft_tokens=5), "few tokens: not waited for again"
     controller.catch_up = 1e6
-    assert move(pace, controller, num_unseen=10**6) == Move(num_steps=GRANTED_STEPS, catch_up=True), "never many"
+    assert move(pace, controller, num_unseen=10**6) == Move(num_steps=LEAST_GRANTED_STEPS, catch_up=True), "never many"
     pace = Pace(None, None)
     controller.catch_up = 3.2
     assert move(pace, controller, 2, num_unseen=200) == Move(num_steps=1, catch_up=True), "what is there counts"
@@ -143,6 +169,7 @@ def test_every_way_through_a_sequence_ends_and_keeps_the_rules(seed: int) -> Non
     controller = Wanting()
     max_tokens = dice.randint(1, 300)
     fixed = dice.choice([None, None, 0, 1, 8])
+    num_ahead = dice.randint(LEAST_GRANTED_STEPS, 32)
     pace = Pace(None, fixed)
     num_output, num_seen, num_steps = 1, 0, 0
     catch_ups = 0  # since the last decision
@@ -153,7 +180,7 @@ def test_every_way_through_a_sequence_ends_and_keeps_the_rules(seed: int) -> Non
         controller.measuring = dice.random() < 0.1
         present = dice.random() < 0.95
         remaining, unseen = max_tokens - num_output, num_output + 100 - num_seen
-        chosen = move(pace, controller if present else None, num_steps, unseen, remaining)
+        chosen = move(pace, controller if present else None, num_steps, unseen, remaining, num_ahead)
         if controller.num_asked > num_asked:
             assert controller.num_asked == num_asked + 1
             num_asked, catch_ups, drafting = controller.num_asked, 0, controller.gamma
@@ -161,7 +188,7 @@ def test_every_way_through_a_sequence_ends_and_keeps_the_rules(seed: int) -> Non
             catch_ups = drafting = 0
         assert chosen.num_steps >= 0
         assert chosen.num_draft_tokens >= 0
-        assert num_steps + chosen.num_steps <= GRANTED_STEPS + 4
+        assert num_steps + chosen.num_steps <= 1.5 * num_ahead
         catch_ups += chosen.catch_up
         if chosen.catch_up:
             assert present

@@ -13,7 +13,7 @@ from services.router.generation.scout import Scout
 from services.router.text.detokenizer import Detokenizer
 from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
 from shared.policy.gamma import GammaController, Situation
-from shared.policy.pace import GRANTED_STEPS, Pace, enough_granted
+from shared.policy.pace import Pace
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
@@ -150,9 +150,9 @@ class SequenceSession:
                 lane.link.num_leaving -= 1
         ahead = lane.num_steps > 0
         # What a worker that is going has been granted is waited for, and then the sequence leaves.
-        if not enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
+        if not self._pace.enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
             situation = self._situation()
-            move = self._pace.next(self._controller(), situation, lane.num_steps)
+            move = self._pace.next(self._controller(), situation, lane.num_steps, lane.link.num_ahead)
             if move.num_draft_tokens > 0:
                 return await self._round(move.num_draft_tokens, last, situation)
             if move.catch_up and self._draft is not None:
@@ -176,7 +176,7 @@ class SequenceSession:
             parent = traceparent(span)
             proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent)
             # Without a proposal it decodes plainly for a while before the drafter is asked again.
-            lane.verify(len(self._token_ids), proposal, GRANTED_STEPS if proposal is None else 1, parent)
+            lane.verify(len(self._token_ids), proposal, lane.link.num_ahead if proposal is None else 1, parent)
             entry = await lane.next()
             self._num_rounds += 1
             span.set_attributes(

@@ -20,7 +20,6 @@ from services.router.text.tokenizer import TextTokenizer
 from services.router.workers.draft_link import DraftLane
 from services.router.workers.fleet import Fleet
 from services.router.workers.target_link import TargetLane, TargetLink
-from shared.policy.pace import GRANTED_STEPS
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (
@@ -175,11 +174,11 @@ class Session:
         """Steps granted with a prompt to that worker. Who may draft decides behind the first token, unless it is known
         that nobody drafts there now; others go on in the next step, which does not wait for the router."""
         if not self._may_draft:
-            return GRANTED_STEPS
+            return link.num_ahead
         if self.options.num_draft_tokens is not None:
             return 1
         controller = self.fleet.gamma(link, self.fleet.choose_draft())
-        return GRANTED_STEPS if controller is not None and controller.declines else 1
+        return link.num_ahead if controller is not None and controller.declines else 1
 
     @property
     def _may_draft(self) -> bool:

@@ -18,6 +18,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 from services.router.workers.breaker import CircuitBreaker
 from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
 from services.router.workers.silence import Silence
+from shared.policy.pace import steps_ahead
 from shared.policy.placement import Role
 from shared.sampling.params import SamplingParams
 from shared.security.identity import PLAIN, Identity
@@ -211,6 +212,11 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
     def num_waiting(self) -> int:
         """Those that have not, other routers' as well."""
         return self.backlog.num_sequences + self._others.num_waiting
+
+    @property
+    def num_ahead(self) -> int:
+        """Plain steps that a sequence is granted at a time."""
+        return steps_ahead(self.costs.seconds(max(1, self.num_decoding)))
 
     @property
     def backlog_tokens(self) -> int:
