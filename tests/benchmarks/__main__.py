@@ -19,7 +19,7 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.machine import this_machine
 from tests.benchmarks.measurement import PairResult, Plan, measure_pair
 from tests.benchmarks.model_pair import PAIR_NAMES, load_pair
-from tests.benchmarks.report import render, summarize, to_json
+from tests.benchmarks.report import legend, render, summarize, to_json
 
 
 def main() -> None:
@@ -28,12 +28,15 @@ def main() -> None:
     plan = Plan(streams=tuple(options.streams), repeats=options.repeats, num_tokens=options.num_tokens)
     names = PAIR_NAMES if options.pair == "both" else (options.pair,)
     machine = this_machine()
+    results, summaries = [], []
     try:
-        results = [_measure(name, plan) for name in names]
+        for name in names:
+            results.append(_measure(name, plan))
+            summaries.append(summarize(results[-1], plan.streams))
+            Console().print(render(summaries[-1]))  # at once: what was measured outlives a run broken off
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench: {error}")
-    summaries = [summarize(result, plan.streams) for result in results]
-    Console().print(render(summaries, plan, machine))
+    Console().print(legend(plan, machine))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(to_json(results, summaries, plan, machine), indent=2) + "\n")
     print(f"Every number: {options.json}")

@@ -98,14 +98,15 @@ def summarize(result: PairResult, streams: Sequence[int]) -> Summary:
     )
 
 
-def render(summaries: Sequence[Summary], plan: Plan, machine: Machine) -> Group:
-    """The tables of all pairs, with what is needed to read them."""
-    parts: list[Table | Text] = []
-    for summary in summaries:
-        parts += [_speeds(summary), Text(), _workings(summary), _captions(summary), Text()]
+def render(summary: Summary) -> Group:
+    """The tables of a pair."""
+    return Group(_speeds(summary), Text(), _workings(summary), _captions(summary), Text())
+
+
+def legend(plan: Plan, machine: Machine) -> Text:
+    """What is needed to read the tables."""
     lengths = f"{PROMPT_TOKENS} prompt and {plan.num_tokens} output tokens a stream, bf16, greedy; TTFT in ms"
-    parts.append(Text(f"{lengths}; medians of {plan.repeats}, ratios taken within each repeat.\n{machine}", "dim"))
-    return Group(*parts)
+    return Text(f"{lengths}; medians of {plan.repeats}, ratios taken within each repeat.\n{machine}", "dim")
 
 
 def to_json(

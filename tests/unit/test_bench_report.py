@@ -15,7 +15,7 @@ from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, order_of_loads
 from tests.benchmarks.memory import Memory
 from tests.benchmarks.prefix import PrefixResult
-from tests.benchmarks.report import render, summarize, to_json
+from tests.benchmarks.report import legend, render, summarize, to_json
 
 MACHINE = Machine("Abacus", "beads", cores=2, python="3.12.0", torch="2.13.0", transformers="5.23.0", load_average=0.1)
 
@@ -204,7 +204,7 @@ def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
     summaries = [summarize(measured, plan.streams)]
 
     screen = io.StringIO()
-    Console(file=screen, width=80).print(render(summaries, plan, MACHINE))
+    Console(file=screen, width=80).print(render(summaries[0]), legend(plan, MACHINE))
     lines = screen.getvalue().splitlines()
     assert [line.split() for line in lines if line.split()[:1] in (["1"], ["32"])] == [
         ["1", "1000.0", "500.0", "0.50", "0.50", "8", "0.06", "3.91", "1.95"],
