@@ -178,14 +178,14 @@ class Scheduler:
     def following(self, plan: StepPlan) -> StepPlan | None:
         """The step behind a completed one in which all draw once more, if nothing that comes meanwhile could be for
         it: everybody here was in that step and draws on. Else None, and `schedule` says what is next."""
-        everybody = not self._waiting and len(plan.scheduled) == len(self._running)
-        if not everybody or self.pool.num_allocatable < len(plan.scheduled):
+        sequences = [item.sequence for item in plan.scheduled]
+        everybody = not self._waiting and len(sequences) == len(self._running)
+        if not everybody or self.pool.num_allocatable < len(sequences):
+            return None
+        if not all(each.draws_on and each.num_steps > 0 and each.num_pending_tokens == 1 for each in sequences):
             return None
         following = StepPlan()
-        for item in plan.scheduled:
-            sequence = item.sequence
-            if not sequence.draws_on or sequence.num_steps == 0 or sequence.num_pending_tokens > 1:
-                return None
+        for sequence in sequences:
             start = sequence.num_computed_tokens
             # Behind what it has just written to, so that nothing is shared.
             copies = self._prepare_blocks(sequence, start, start + 1)

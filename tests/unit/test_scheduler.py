@@ -129,6 +129,20 @@ def test_drafters_follow_what_is_committed(seed: int, num_blocks: int, max_seque
     assert machine.pool.counts().owned == 0
 
 
+def test_a_drafter_that_does_not_draw_on_for_anothers_sake_holds_no_block_for_it() -> None:
+    """At the edge of a block, beside one that is to draw once only."""
+    machine = Machine(20)
+    two, one = (Sequence([1] * BLOCK_SIZE, 1, SamplingParams(max_tokens=9), ROOT, drafting=True) for _ in range(2))
+    for each, num_steps in ((two, 2), (one, 1)):
+        each.num_steps, each.draws_on = num_steps, True
+        machine.scheduler.add(each)
+    machine.step()
+    assert [each.num_drawn for each in (two, one)] == [1, 1]
+    assert [len(each.block_table) for each in (two, one)] == [1, 1]
+    machine.step()
+    assert [each.num_drawn for each in (two, one)] == [2, 1]
+
+
 @pytest.mark.parametrize("length", [1, 2, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1])
 @pytest.mark.parametrize("primed", [False, True], ids=["cold", "prefix in cache"])
 @pytest.mark.parametrize("max_sequences", [1, 3, 64])

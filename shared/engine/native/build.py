@@ -125,6 +125,8 @@ def _compile(command: list[str], instruction_set: str, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             _run([*command, *flags, str(_SOURCES / "kernels.cpp"), "-o", str(made)])
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # or a machine that loses power may keep the name without the contents
             made.replace(target)
     except OSError as error:
         raise CannotBuild(f"{target.parent} cannot be written to: {error.strerror}") from error
