@@ -27,7 +27,7 @@ FIXED_GAMMAS = tuple(range(1, 9))
 # off and on, until there were so many seconds and so many loads without.
 _LEAST_SECONDS = 32.0
 _LEAST_LOADS = 4
-_MOST_TURNS = 32
+_MOST_TURNS = 64
 _BASELINE_PROMPTS = 2
 # Loads with which γ may settle on this pair, at this number of streams.
 _WARM_UPS = 5

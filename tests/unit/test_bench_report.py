@@ -179,7 +179,7 @@ def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, 
     assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "turns", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 4), (2.0, 16, 8), (0.1, 32, 32)])
+@pytest.mark.parametrize(("seconds", "turns", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 4), (2.0, 16, 8), (0.1, 64, 64)])
 def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int, with_fixed: int) -> None:
     assert num_turns(seconds, with_fixed=False) == turns
     assert num_turns(seconds, with_fixed=True) == with_fixed
