@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.output_lengths import OutputLengths
 from shared.policy.overhead import Overhead, nearest_power
 from shared.policy.plain_steps import PlainSteps
 from shared.policy.step_costs import StepCosts
@@ -72,10 +73,6 @@ _PREFILL_STEP_TOKENS = 512
 _KEPT_BESIDE_PREFILLS = 0.5
 # Catching up may take so many times as long as it should: target and drafter may share their cores.
 _CATCH_UP_TIMES = 2.0
-# Tokens of output before any sequence has ended; how much an ended one counts; the least that may follow.
-_PRIOR_OUTPUT_TOKENS = 128.0
-_OUTPUT_WEIGHT = 0.1
-_LEAST_OUTPUT_TOKENS = 16.0
 
 
 class Situation(NamedTuple):
@@ -184,7 +181,7 @@ class GammaController:
         self._utilisation = Utilisation(clock())
         # The same of the time in which there are more of them than a step holds.
         self._prefill_bound = Utilisation(clock())
-        self._num_output_tokens = _PRIOR_OUTPUT_TOKENS
+        self._outputs = OutputLengths()
         self._decided_at = -math.inf
         self._decided_load = 0
         # What the best γ was then found to bring, times plain decoding.
@@ -245,7 +242,7 @@ class GammaController:
         if self._shadow_scout is sequence:
             self._shadow_scout = None
         if num_output_tokens is not None:
-            self._num_output_tokens += _OUTPUT_WEIGHT * (num_output_tokens - self._num_output_tokens)
+            self._outputs.observe(num_output_tokens)
 
     @property
     def declines(self) -> bool:
@@ -338,9 +335,10 @@ class GammaController:
 
     def _activate(self, sequence: Drafting, situation: Situation) -> None:
         sequence.active = True
-        sequence.catch_up = self.catch_up_seconds(situation.num_unseen)
+        catch_up = self.catch_up_seconds(situation.num_unseen)
+        sequence.catch_up += catch_up
         self._num_active += 1
-        self._note_drafter_busy(sequence.catch_up)
+        self._note_drafter_busy(catch_up)
 
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
@@ -451,17 +449,15 @@ class GammaController:
         return share * saved > (now.load + now.num_waiting) * catch_up
 
     def _catch_up_share(self, each: Drafting, where: Situation) -> float:
-        """What catching up costs for the tokens that follow. Of one that has caught up it is their share of what that
-        took: it is past, but those that come after it will have to do the same."""
-        if not each.active:
-            return self.catch_up_seconds(where.num_unseen)
+        """What catching up costs for the tokens that follow: what is still to be caught up with, and their share of
+        what was. That is past, but those that come after it will have to do the same."""
         num_follow = self._num_to_follow(where)
-        return each.catch_up * num_follow / (where.num_output + num_follow)
+        past = each.catch_up * num_follow / (where.num_output + num_follow)
+        return past + (0.0 if each.active else self.catch_up_seconds(where.num_unseen))
 
     def _num_to_follow(self, where: Situation) -> float:
-        """Tokens that a sequence may be expected still to generate: what is usual, and else as many as it has."""
-        usual = self._num_output_tokens - where.num_output
-        return max(1.0, min(where.num_remaining, max(usual, where.num_output, _LEAST_OUTPUT_TOKENS)))
+        """Tokens that a sequence may be expected still to generate."""
+        return max(1.0, min(where.num_remaining, self._outputs.remaining(where.num_output)))
 
     def _round_seconds(self, load: int, gamma: int) -> float:
         """What a round of everybody should take, without overhead."""

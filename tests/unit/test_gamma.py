@@ -663,6 +663,18 @@ def test_what_each_sequence_had_to_catch_up_with_counts_while_it_drafts(catch_up
     assert (0 not in gammas) == goes_on
 
 
+def test_what_a_sequence_had_to_catch_up_with_counts_when_it_begins_again() -> None:
+    """Else drafting seems to cost nothing, once it has been tried, until the last of these sequences has ended."""
+    clock = Clock()
+    found = controller(flat(0.05), StepCosts([(1, 0.005), (1024, 0.505)]), clock)
+    sequence = drafting(0.7)
+    assert found.choose(sequence, situation(num_unseen=1024)) > 0
+    found.leave(sequence, None)
+    assert found._catch_up_share(sequence, situation()) == pytest.approx(0.25)
+    assert found.choose(sequence, situation()) > 0
+    assert found._catch_up_share(sequence, situation()) == pytest.approx(0.25)
+
+
 def test_scouts_take_a_hundredth_of_the_time() -> None:
     clock = Clock()
     found = controller(flat(0.02), flat(0.004), clock)
