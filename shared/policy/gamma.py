@@ -27,9 +27,11 @@ _BEGIN_UNTRIED_AT = 1.0
 _MORE_BY_FAILURE = 0.05
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
 # ones are taken to be free of what larger ones were found to take beyond their model, too. And the next smaller one
-# that was not tried for long.
+# that was not tried for long, ever more of it, but slowly: what the one in use takes may have been learnt while the
+# machine was faster, and nothing else tells the two apart.
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
+_CURIOSITY_GROWS = 0.5
 # A choice stands for so many rounds or plain steps, and at least so long, as choosing takes time too; unless the load
 # has changed by more than this share.
 _REST_ROUNDS = 8
@@ -325,7 +327,7 @@ class GammaController:
 
     def _note_trial(self, load: int) -> None:
         if self.gamma > 0:
-            self._trials_at(load).begin(self._busy_seconds)
+            self._trials_at(load).go_on(self._busy_seconds, self._best_gain)
             self._num_vain_scouts = 0
             return
         if self._rounds.bucket(load) == nearest_power(load):
@@ -398,6 +400,8 @@ class GammaController:
         credit = _CURIOSITY + (abs(self._round_overhead(load, gamma)) if gamma < self.gamma else 0.0)
         again = _CURIOSITY_AGAIN if gamma == self.gamma - 1 else 0.0
         count, num_recent = self._rounds.count(load, gamma), self._rounds.num_recent(load, gamma)
+        if 0 < num_recent < 1:  # its logarithm: how long ago
+            again *= 1 + _CURIOSITY_GROWS * math.log(1 - math.log(num_recent) / 2)
         return (1 + credit / (1 + count)) * (1 + again / (1 + num_recent))
 
     def _rounds_beat_plain_steps(self, load: int) -> bool:

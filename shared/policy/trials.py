@@ -5,11 +5,11 @@ from __future__ import annotations
 # What rounds were found to take counts half after so many seconds without any: they may have met a bad moment.
 _FIRST_HALF_LIFE = 4.0
 # Each time that it is found again soon, within so many half-lives, twice as long. And so many times as long as was
-# lost by finding out, so that this takes a small share of the time; what was lost is not known better than to this
-# share of what it took.
+# lost by finding out, so that this takes a small share of the time; what rounds brought meanwhile may have been less by
+# this than it seemed.
 _SOON = 4.0
 _TIMES_LOST = 80.0
-_LEAST_LOSS = 0.05
+_UNKNOWN_LOSS = 0.08
 _LONGEST_HALF_LIFE = 600.0
 
 
@@ -23,16 +23,21 @@ class Trials:
         self.num_failed = 0
         self._half_life = _FIRST_HALF_LIFE
         self._began: float | None = None
+        self._lost = 0.0
+        self._noted_at = 0.0
         self._last_round = 0.0
 
     @property
     def running(self) -> bool:
         return self._began is not None
 
-    def begin(self, now: float) -> None:
-        """Rounds are to be made from now on. Safe to call again."""
+    def go_on(self, now: float, gain: float) -> None:
+        """Rounds are to be made from now on, or still, and seem to bring so many times what plain decoding would."""
         if self._began is None:
-            self._began = now
+            self._began, self._lost = now, 0.0
+        else:
+            self._lost += (now - self._noted_at) * max(0.0, 1 + _UNKNOWN_LOSS - gain)
+        self._noted_at = now
 
     def observe_round(self, now: float) -> None:
         """There was one."""
@@ -50,7 +55,8 @@ class Trials:
             self._half_life = _FIRST_HALF_LIFE
         else:
             self.num_failed += 1
-            lost = lasted * max(_LEAST_LOSS, 1 - gain)
+            # If they turn out to lose only now that plain steps were measured, they did from the beginning.
+            lost = max(self._lost, lasted * (1 - gain))
             self._half_life = min(max(2 * self._half_life, _TIMES_LOST * lost), _LONGEST_HALF_LIFE)
 
     def cancel(self) -> None:

@@ -7,7 +7,7 @@ from shared.policy.trials import Trials
 
 def try_in_vain(trials: Trials, began: float, lasted: float, gain: float = 0.0) -> float:
     """Rounds for so long, then none any more; returns when that was."""
-    trials.begin(began)
+    trials.go_on(began, gain)
     trials.observe_round(began + lasted)
     trials.end(began + lasted, gain)
     return began + lasted
@@ -47,11 +47,25 @@ def test_finding_out_takes_a_small_share_of_the_time(lasted: float, gain: float,
     assert half_life(trials, now) == 80 * lost
 
 
-@pytest.mark.parametrize("gain", [0.99, 1.01])
-def test_what_hardly_lost_anything_is_soon_tried_again(gain: float) -> None:
+@pytest.mark.parametrize(("gains", "lost"), [((1.0, 1.0), 2 * 0.08), ((1.5, 1.0), 0.08), ((1.0, 1.5), 0.08)])
+def test_what_may_have_been_lost_is_summed_over_the_time(gains: tuple[float, float], lost: float) -> None:
     trials = Trials()
-    now = try_in_vain(trials, 10.0, 8.0, gain)
-    assert half_life(trials, now) == 80 * 8.0 * 0.05
+    trials.go_on(10.0, 3.0)
+    for seconds, gain in enumerate(gains):
+        trials.go_on(11.0 + seconds, gain)
+    trials.observe_round(12.0)
+    trials.end(12.0, 1.0)
+    assert half_life(trials, 12.0) == pytest.approx(max(8.0, 80 * lost), abs=1)
+
+
+def test_rounds_that_paid_until_the_machine_changed_are_soon_tried_again() -> None:
+    trials, now = Trials(), 0.0
+    for _ in range(150):
+        now += 0.1
+        trials.go_on(now, 1.2)
+    trials.observe_round(now)
+    trials.end(now, 0.99)
+    assert half_life(trials, now) == 12, "of 15 seconds a hundredth, not 5 times as much"
 
 
 def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
@@ -72,7 +86,7 @@ def test_an_end_without_a_beginning_says_nothing() -> None:
 
 def test_what_ended_for_another_reason_did_not_fail() -> None:
     trials = Trials()
-    trials.begin(1.0)
+    trials.go_on(1.0, 2.0)
     assert trials.running
     trials.cancel()
     trials.end(2.0, 0.0)
