@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.interference import Interference
 from shared.policy.output_lengths import OutputLengths
 from shared.policy.overhead import Overhead, nearest_power
 from shared.policy.plain_steps import PlainSteps
@@ -73,8 +74,6 @@ _LONGEST_PAUSE = 0.5
 # kept so likely: it is one token of output less to decode for one of a prompt put off.
 _PREFILL_STEP_TOKENS = 512
 _KEPT_BESIDE_PREFILLS = 0.5
-# Catching up may take so many times as long as it should: target and drafter may share their cores.
-_CATCH_UP_TIMES = 2.0
 
 
 class Situation(NamedTuple):
@@ -173,7 +172,7 @@ class GammaController:
         self._clock = clock
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
-        self._caught_up_at = -math.inf
+        self._interference = Interference()
         # Who scouted last in the shadow of plain decoding: the drafter is at work for it, maybe on the same cores.
         self._shadow_scout: Drafting | None = None
         # The plain step whose results came last: when, among how many sequences, and the least it took for any.
@@ -281,7 +280,7 @@ class GammaController:
         self._last_round = self._busy_seconds
         if seconds <= 0 or self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
-        if self._clock() - seconds < self._caught_up_at:
+        if self._clock() - seconds < self._interference.over_at:
             return  # it waited for others that caught up
         before = self._round_seconds(load, num_draft_tokens)
         change = self._rounds.observe(
@@ -310,8 +309,12 @@ class GammaController:
             return
         self._last_plain = PlainStep(load, seconds, received)
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
-            self._caught_up_at = max(self._caught_up_at, received)
-        if step is None or step.received - step.seconds < self._caught_up_at:
+            self._interference.go_on(received)
+        if step is None:
+            return
+        began = step.received - step.seconds
+        if began < self._interference.over_at:
+            self._interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
             return  # the drafter, maybe on the same cores, was at work
         # What rounds take was seen too, and is no other for what plain steps do.
         before = self._round_seconds(step.load, self.gamma) if self._num_active > 0 else None
@@ -320,10 +323,6 @@ class GammaController:
         self._decided_at = -math.inf  # now that it is known
         if before is not None:
             self._rounds.rescale(step.load, before / self._round_seconds(step.load, self.gamma))
-
-    def _note_drafter_busy(self, seconds: float) -> None:
-        """The drafter begins to catch up with a sequence, or scouts, behind what it is still at."""
-        self._caught_up_at = max(self._caught_up_at, self._clock()) + _CATCH_UP_TIMES * seconds
 
     def _note_trial(self, load: int) -> None:
         if self.gamma > 0:
@@ -340,7 +339,7 @@ class GammaController:
         catch_up = self.catch_up_seconds(situation.num_unseen)
         sequence.catch_up += catch_up
         self._num_active += 1
-        self._note_drafter_busy(catch_up)
+        self._interference.begin(self._clock(), catch_up)
 
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
@@ -449,7 +448,7 @@ class GammaController:
         """Whether a sequence that stands at `where` saves more by γ draft tokens in this share of its steps than its
         catching up costs all."""
         saved = self._num_to_follow(where) * (1 - 1 / expected_tokens(rate, gamma)) * self.plain_seconds(now.load)
-        catch_up = self._utilisation.delay(self.catch_up_seconds(where.num_unseen))
+        catch_up = self._cost_to_each(self._utilisation.delay(self.catch_up_seconds(where.num_unseen)))
         return share * saved > (now.load + now.num_waiting) * catch_up
 
     def _catch_up_share(self, each: Drafting, where: Situation) -> float:
@@ -457,7 +456,12 @@ class GammaController:
         what was. That is past, but those that come after it will have to do the same."""
         num_follow = self._num_to_follow(where)
         past = each.catch_up * num_follow / (where.num_output + num_follow)
-        return past + (0.0 if each.active else self.catch_up_seconds(where.num_unseen))
+        return self._cost_to_each(past + (0.0 if each.active else self.catch_up_seconds(where.num_unseen)))
+
+    def _cost_to_each(self, catch_up: float) -> float:
+        """What the drafter's catching up for so long costs every sequence: where it slows the target down, as much as
+        it does; where not, others' rounds wait for it, but not while prompts fill the target's steps."""
+        return catch_up * max(self._interference.slowdown - 1, 1 - self._prefill_bound.share)
 
     def _num_to_follow(self, where: Situation) -> float:
         """Tokens that a sequence may be expected still to generate."""
@@ -504,17 +508,17 @@ class GammaController:
             return
         sequence.num_scouting_rounds = _SCOUTING_ROUNDS
         gamma = sequence.num_scouting_tokens = min(_SCOUTING_TOKENS, self._max_num_draft_tokens)
-        drafting = catch_up + _SCOUTING_ROUNDS * (gamma * self._draft.seconds(1) + _SCOUTING_ROUND_SECONDS)
+        drafting = _SCOUTING_ROUNDS * (gamma * self._draft.seconds(1) + _SCOUTING_ROUND_SECONDS)
         verifying = 0.0
         if sequence.in_shadow:
             self._last_round = self._busy_seconds
             self._shadow_scout = sequence
-            self._note_drafter_busy(drafting)
+            self._interference.begin(self._clock(), catch_up, drafting)
         else:
             longer = self._target.seconds(now.load + gamma) - self._target.seconds(now.load)
             num_fewer = max(0.0, _SCOUTING_STEPS - expected_tokens(sequence.acceptance.rate, gamma))
             verifying = _SCOUTING_ROUNDS * (longer + num_fewer * self.plain_seconds(now.load))
-            self._note_drafter_busy(catch_up)
+            self._interference.begin(self._clock(), catch_up)
         share = _SCOUTING_SHARE / 2 ** min(self._num_vain_scouts, _SCOUTING_HALVINGS)
-        self._scouts_from = self._busy_seconds + (drafting + verifying) / share
+        self._scouts_from = self._busy_seconds + (catch_up + drafting + verifying) / share
         self._num_vain_scouts += 1

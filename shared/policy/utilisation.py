@@ -8,8 +8,7 @@ import math
 _MEMORY_SECONDS = 5.0
 # Between two loads nothing is forgotten: a longer pause counts as this one.
 _LONGEST_PAUSE_SECONDS = 0.5
-# The least that is taken to be left over: just so much dearer can work get for those behind it. A drafter that has
-# cores of its own puts off nobody's prompts, and whether it has is not known.
+# The least that is taken to be left over: just so much dearer can work get for those behind it.
 _LEAST_IDLE = 0.5
 
 

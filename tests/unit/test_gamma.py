@@ -225,6 +225,38 @@ def test_who_joins_where_prompts_fill_the_steps_and_nobody_drafts_in_others(
     assert (found.choose(drafting(rate), beside._replace(num_unseen=1024)) > 0) == joins
 
 
+@pytest.mark.parametrize(("seconds", "joins"), [(0.05, True), (0.1, False)])
+def test_who_joins_beside_prompts_depends_on_whether_the_drafter_slows_plain_steps_down(
+    seconds: float, joins: bool
+) -> None:
+    """A scout has the drafter catch up, and the plain steps meanwhile tell whether it has cores of its own."""
+    clock = Clock()
+    found = controller(flat(0.05), StepCosts([(1, 0.02), (1024, 0.42)]), clock)
+    found.acceptance = at(0.2)
+    num_scouts = 0
+    for _ in range(4000):
+        scout = Drafting(found.acceptance, in_shadow=True)
+        assert found.choose(scout, situation(1, 1024)) == 0
+        num_scouts += scout.num_scouting_rounds > 0
+        for _ in range(16):
+            took = seconds if scout.num_scouting_rounds else 0.05
+            clock.now += took
+            found.observe_plain(1, took, clock.now)
+        while scout.num_scouting_rounds:
+            scout.observe_in_shadow(scout.num_scouting_tokens, 0)
+        found.leave(scout, None)
+    assert num_scouts >= 4
+    plain = found.plain_seconds(1)
+    found.acceptance, scout = at(0.9), drafting(0.9)
+    beside = situation(4, 1, 8, 8 * 4000)
+    for _ in range(30):
+        clock.now += 1
+        found.choose(scout, beside._replace(num_unseen=100_000))  # it never joins
+    clock.now += 0.01
+    assert found.plain_seconds(1) == plain == pytest.approx(0.05), "what they take beside it is not what they take"
+    assert (found.choose(drafting(0.9), beside._replace(num_unseen=1024)) > 0) == joins
+
+
 def test_a_sequence_decodes_on_while_the_drafter_catches_up_if_that_holds_up_no_others() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.01), clock)

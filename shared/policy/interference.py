@@ -1,0 +1,41 @@
+"""How much the drafter's work slows the target worker down: whether they share their cores is for nobody to say."""
+
+from __future__ import annotations
+
+import math
+
+# Catching up may take so many times as long as it should, where they share their cores.
+_SAME_CORES = 2.0
+# How much a plain step beside it counts against those before.
+_WEIGHT = 0.2
+
+
+class Interference:
+    """When the drafter catches up with a sequence, and how many times longer plain steps take meanwhile.
+
+    Every step beside it tells the two cases apart: on cores of its own the drafter slows nothing down, on the same
+    ones everything takes twice as long. That it shares them is believed first. Times are seconds of the caller's clock.
+    """
+
+    def __init__(self) -> None:
+        self.slowdown = _SAME_CORES
+        # When it is over at the latest.
+        self.over_at = -math.inf
+        # When it is going on at the least.
+        self._from = self._until = -math.inf
+
+    def begin(self, now: float, catch_up: float, further: float = 0.0) -> None:
+        """The drafter begins to catch up, behind what it is still at, for so long if nothing holds it up; and has
+        `further` work to do now and then behind that."""
+        self._from = max(self.over_at, now)
+        self._until = self._from + catch_up
+        self.over_at = self._from + _SAME_CORES * (catch_up + further)
+
+    def go_on(self, until: float) -> None:
+        """It is still at work then."""
+        self.over_at = max(self.over_at, until)
+
+    def observe(self, began: float, ended: float, times_longer: float) -> None:
+        """A plain step took so many times longer than without it."""
+        if self._from <= began and ended <= self._until:
+            self.slowdown += _WEIGHT * (min(max(times_longer, 1.0), _SAME_CORES) - self.slowdown)
