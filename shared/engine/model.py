@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.grouping import Indices
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
+from shared.engine.context_limit import context_limit
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
@@ -48,9 +49,12 @@ class CausalLM:
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = config.vocab_size
-        self.max_context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.eos_token_ids = _eos_token_ids(model)
-        self.kv_shape, self._attention = _probe_attention(model, name)
+        self.kv_shape, self.attention = _probe_attention(model, name)
+        limit = context_limit(config, [layer.sliding_window for layer in self.attention])
+        self.max_context = limit.num_tokens
+        if limit.reason:
+            logger.warning("model %s is served with at most %d tokens of context: %s", name, *limit)
         # Kernels of our own for this device and type, if there are any.
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
@@ -131,8 +135,8 @@ class CausalLM:
         if self.device.type == "cpu" and self.dtype == torch.bfloat16:
             _leave_checkpoint(self._model)
         quantised, self._quantised = self._quantised, {}
-        if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self._attention):
-            self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self._attention, quantised)
+        if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self.attention):
+            self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self.attention, quantised)
             logger.info("model packed for kernels of its own", extra={"layers": self.kv_shape.num_layers})
             return
         if self.kernels is None and PackedLlama.fits(self._model):

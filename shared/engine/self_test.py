@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shared.engine.attention_check import check_attention
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
 from shared.settings import StartupError
@@ -18,8 +19,9 @@ _CHUNK = 11
 
 def self_test(model: CausalLM, runner: ModelRunner) -> None:
     """Lays the model's weights out for serving, runs two random sequences in interleaved chunks over real
-    blocks, and compares every logit with the model's own forward before. Raises StartupError saying what
-    differed. Leaves KV only in blocks nobody owns.
+    blocks, and compares every logit with the model's own forward before. Kernels' attention is compared with
+    PyTorch's, too, over longer contexts. Raises StartupError saying what differed. Leaves KV only in blocks nobody
+    owns.
     """
     block_size = runner.pool.block_size
     generator = torch.Generator().manual_seed(0)
@@ -32,6 +34,8 @@ def self_test(model: CausalLM, runner: ModelRunner) -> None:
     tables = [list(range(2 * blocks_each - 1, -1, -2)), list(range(0, 2 * blocks_each, 2))]
     try:
         references = [model.reference_logits(text) for text in texts]
+        if model.kernels is not None:
+            check_attention(model.kernels, model.kv_shape, model.attention, block_size, model.dtype, model.max_context)
         model.pack()
         _compare(model, runner, texts, tables, references)
     except StartupError:

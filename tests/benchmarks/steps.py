@@ -128,7 +128,7 @@ class Model:
         shape = self.model.kv_shape
         num_logits = size.rows if size.queries <= 16 else 1
         products = 2 * (size.rows * (self._num_weights - self._num_head_weights) + num_logits * self._num_head_weights)
-        heads = self.model._attention[0].num_heads
+        heads = self.model.attention[0].num_heads
         return products + 4 * size.positions * heads * shape.head_dim * shape.num_layers
 
 

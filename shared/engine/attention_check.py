@@ -1,0 +1,96 @@
+"""Whether attention by kernels of our own is what PyTorch's is, in contexts longer than a model is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from shared.engine.attention.batch import AttentionBatch
+from shared.engine.attention.paged import attend
+from shared.engine.kv_pool import KVPool, KVShape
+from shared.engine.native.decoder import LayerAttention
+from shared.engine.native.library import Library
+from shared.settings import StartupError
+
+# Largest difference allowed, relative to the largest number: bf16 keeps 8 bits of probabilities and of the result.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+# More than two of the stretches that kernels split a context into, and a window that ends within it, if it is no
+# longer than most are.
+_CONTEXT = 1100
+_LONGEST_WINDOW = 4096
+# The queries behind it, and a further sequence that has just begun.
+_NUM_QUERIES = 48
+_NUM_BEGUN = 5
+# Standard deviation of the scores: so much that single keys matter.
+_SCORES = 4.0
+
+
+def check_attention(
+    kernels: Library, shape: KVShape, layers: Iterable[LayerAttention], block_size: int, dtype: torch.dtype, most: int
+) -> None:
+    """Compares the kernels with PyTorch in float32 on random numbers, for each way in which layers attend.
+
+    `most`: positions of the longest context. Raises StartupError where they differ.
+    """
+    for how in sorted(set(layers), key=repr):
+        window = min(how.sliding_window or 0, _LONGEST_WINDOW)
+        num_cached = max(0, min(most, max(_CONTEXT, window + _NUM_QUERIES)) - _NUM_QUERIES)
+        found, expected = (
+            _attended(library, shape, how, block_size, kept, dtype, num_cached)
+            for library, kept in ((kernels, dtype), (None, torch.float32))
+        )
+        difference, largest = (found.float() - expected).abs().max().item(), expected.abs().max().item()
+        if not difference <= _TOLERANCE[dtype] * largest:
+            raise StartupError(
+                f"kernels of its own attend otherwise than PyTorch, by {difference:.3g} of {largest:.3g} over "
+                f"{num_cached + _NUM_QUERIES} positions ({how}): native off serves without them"
+            )
+
+
+def _attended(
+    kernels: Library | None,
+    shape: KVShape,
+    how: LayerAttention,
+    block_size: int,
+    kept: torch.dtype,
+    rounded: torch.dtype,
+    num_cached: int,
+) -> Tensor:
+    """What some queries see: the same numbers, `rounded` to this type, from a pool that keeps them as another."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_tokens: int, num_heads: int, size: int, deviation: float = 1.0) -> Tensor:
+        drawn = torch.randn((num_tokens, num_heads, size), generator=generator) * deviation
+        return drawn.to(rounded).to(kept)
+
+    ends = [num_cached + _NUM_QUERIES, _NUM_BEGUN]
+    num_blocks = [-(-end // block_size) for end in ends]
+    pool = KVPool(shape._replace(num_layers=1), sum(num_blocks), block_size, kept, torch.device("cpu"))
+    # Neither in order nor contiguous, as in service.
+    tables = [list(range(sum(num_blocks) - 1, num_blocks[1] - 1, -1)), list(range(num_blocks[1]))]
+    keys = draw(num_cached, shape.num_kv_heads, shape.key_head_dim)
+    if num_cached:
+        cached = AttentionBatch.build(pool, [0], [num_cached], tables[:1])
+        pool.write(0, cached.first_slots, keys, draw(num_cached, shape.num_kv_heads, shape.value_head_dim))
+    batch = AttentionBatch.build(pool, [num_cached, 0], [_NUM_QUERIES, _NUM_BEGUN], tables, kernels)
+    deviation = _SCORES / (how.scale * shape.key_head_dim**0.5)
+    query = draw(batch.num_tokens, how.num_heads, shape.key_head_dim, deviation)
+    outside = num_cached + _NUM_QUERIES - 1 - (how.sliding_window or num_cached + _NUM_QUERIES)
+    if 0 <= outside < num_cached - 1:
+        # The last query looks for the key that its window just does not reach, in every other head for the next one.
+        wanted = keys[[outside, outside + 1]].repeat_interleave(how.num_heads // shape.num_kv_heads, dim=1)
+        both = torch.arange(how.num_heads) % 2
+        found = wanted[both, torch.arange(how.num_heads)].float() * deviation
+        query[_NUM_QUERIES - 1] = found.to(rounded)
+    return attend(
+        0,
+        query,
+        draw(batch.num_tokens, shape.num_kv_heads, shape.key_head_dim),
+        draw(batch.num_tokens, shape.num_kv_heads, shape.value_head_dim),
+        batch,
+        how.scale,
+        how.sliding_window,
+        how.softcap,
+    )
