@@ -30,9 +30,12 @@ class Drafter:
         self.num_asked = 0
 
     def prefill(self) -> None:
-        """Computes the KV of what is committed, short of the last token, which the first draw needs."""
+        """Computes the KV of what is committed, short of the last token, which the first draw needs.
+
+        Draws that survive have theirs, and may yet be no more.
+        """
         self.sequence.num_steps = 0
-        self.sequence.num_wanted_tokens = len(self.sequence.token_ids) - 1
+        self.sequence.num_wanted_tokens = self.sequence.num_committed - 1
 
     def ask(self, num_draft_tokens: int) -> None:
         """Wants a proposal; what was drawn beforehand counts."""

@@ -55,7 +55,12 @@ class ModelRunner:
         block_tables: Sequence[Sequence[int]],
         rows: Sequence[int],
     ) -> Tensor:
-        """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's."""
+        """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's.
+
+        Raises ValueError if they are not as many: kernels believe what they are told.
+        """
+        if len(tokens) != sum(lengths):
+            raise ValueError(f"a step of {sum(lengths)} tokens has {len(tokens)}")
         batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels)
         # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
         # but must not break the step they are verified in.

@@ -53,6 +53,47 @@ def test_a_prefill_computes_all_but_the_last_token_and_draws_nothing() -> None:
     assert not d.answerable
 
 
+def test_what_was_to_be_prefilled_ends_with_what_is_known_when_later_draws_fall() -> None:
+    d = drafter()
+    d.ask(4)
+    run(d, [10, 11, 12, 13])
+    d.answer()
+    d.commit(5, [10])
+    d.prefill()
+    assert d.sequence.num_pending_tokens == 0, "three draws survive, with their KV"
+    d.commit(6, [99])
+    d.ask(1)
+    run(d, [20])
+    assert d.answer() == ([20], [mark(20)])
+    assert d.sequence.num_pending_tokens == 0
+
+
+def test_nothing_is_ever_to_be_computed_beyond_what_is_known() -> None:
+    """Commits, prefills and proposals in any order a router may send them."""
+    dice = random.Random(0)
+    for _ in range(300):
+        d = drafter()
+        for _ in range(12):
+            sequence, drawn = d.sequence, d.sequence.num_drawn
+            agreeing = sequence.token_ids[-drawn:][: dice.randint(0, drawn)] if drawn else []
+            d.commit(
+                sequence.num_committed, agreeing + [dice.randrange(100, 1000)] * dice.randint(0 if agreeing else 1, 3)
+            )
+            if dice.random() < 0.4:
+                d.prefill()
+            else:
+                d.ask(dice.randint(1, 6))
+                run(d, [dice.randrange(100) for _ in range(sequence.num_steps)])
+                assert d.answerable
+                d.answer()
+                if dice.random() < 0.5:
+                    d.guess_on(2)
+                    run(d, [dice.randrange(100) for _ in range(sequence.num_steps)])
+            end = sequence.num_computed_tokens + sequence.num_pending_tokens
+            assert end <= len(sequence.token_ids)
+            assert len(sequence.tokens_between(sequence.num_computed_tokens, end)) == sequence.num_pending_tokens
+
+
 def test_rejected_draws_are_dropped_with_their_candidates() -> None:
     d = drafter()
     d.ask(3)

@@ -113,3 +113,11 @@ def test_the_self_test_sees_packing_that_went_wrong(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "pack", pack_wrongly)
     with pytest.raises(StartupError, match="differ"):
         self_test(model, runner(model))
+
+
+@pytest.mark.parametrize("lengths", [[2], [1, 3]])
+def test_a_step_that_has_not_as_many_tokens_as_it_says_does_not_run(lengths: list[int]) -> None:
+    model = CausalLM.load(str(DEMO_TARGET), "cpu", "float32", "off")
+    tables = [[i] for i in range(len(lengths))]
+    with pytest.raises(ValueError, match=f"a step of {sum(lengths)} tokens has 3"):
+        runner(model).run_packed([1, 2, 3], [0] * len(lengths), lengths, tables, [0])
