@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -42,12 +44,12 @@ def test_a_library_is_compiled_once_for_the_best_instructions(
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
     path = build(cpu_flags=AVX512)
     assert path.parent == empty_cache
-    assert "-mavx512bf16" in path.read_text()
-    path.write_text("still here")
-    assert build(cpu_flags=AVX512).read_text() == "still here"
+    assert b"-mavx512bf16" in path.read_bytes()
+    first = path.stat()
+    assert build(cpu_flags=AVX512).stat() == first
     other = build(cpu_flags=AVX512 - {"avx512_bf16"})
-    assert "-mavx512" not in other.read_text()
-    assert "-mavx2" in other.read_text()
+    assert b"-mavx512" not in other.read_bytes()
+    assert b"-mavx2" in other.read_bytes()
     assert sorted(empty_cache.iterdir()) == sorted([path, other])  # and nothing half done
 
 
@@ -69,7 +71,11 @@ def test_a_compiler_too_old_for_the_best_compiles_the_next(tmp_path: Path, monke
     [
         ("no-such-compiler", "there is no C++ compiler"),
         ("", "there is no C++ compiler"),
+        ("c++ '", "CXX is no command: No closing quotation"),
         ("echo 'kernels.cpp:1: error: no' >&2; exit 1", "kernels.cpp:1: error: no"),
+        (r"printf 'error: \377\n' >&2; exit 1", "error: \ufffd"),
+        ("kill -9 $$; exit", "was ended by signal 9"),
+        ("exit 0", "made no library"),
     ],
 )
 def test_without_a_compiler_that_works_it_says_so(
@@ -98,6 +104,78 @@ def test_a_cache_that_others_may_write_to_is_not_used(
     empty_cache.chmod(0o777)
     with pytest.raises(CannotBuild, match="others may write"):
         build(cpu_flags=AVX2)
+
+
+@pytest.mark.parametrize("left", [0, 1, 40, -1])
+def test_a_library_that_lost_some_of_its_contents_is_compiled_anew(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    path = build(cpu_flags=AVX2)
+    whole = path.read_bytes()
+    for damaged in (whole[:left], whole[:left] + bytes(len(whole[left:]))):
+        path.write_bytes(damaged)
+        assert build(cpu_flags=AVX2) == path
+        assert path.read_bytes()[:40] == whole[:40]
+        assert len(path.read_bytes()) > 40
+
+
+def test_one_compiled_ahead_that_lost_some_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    ahead = build_module.build_ahead()
+    ahead[0].write_bytes(ahead[0].read_bytes()[:10])
+    assert build(cpu_flags=AVX512) == ahead[1]
+    ahead[1].write_bytes(b"")
+    assert build(cpu_flags=AVX512).parent != ahead[1].parent
+
+
+def test_a_cache_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    """As a folder without permission to enter it answers, but to the system's administrator."""
+
+    def read_bytes(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(build_module, "_file_name", lambda *_: "kernels.so")
+    assert build(cpu_flags=AVX2).is_file()
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = tmp_path / "children"
+    hangs = f'case "$*" in *--version*) echo fake 1;; *) sleep 1000 & echo $! >> {children}; wait;; esac'
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, hangs))
+    monkeypatch.setattr(build_module, "_COMPILE_SECONDS", 1.0)
+    with pytest.raises(CannotBuild, match="was not done after 1 s"):
+        build(cpu_flags=AVX512)
+    (child,) = children.read_text().split()  # once, not for every set of instructions
+    status = Path("/proc", child, "status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_what_killed_processes_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    left, others = empty_cache / "compiling-left", empty_cache / "compiling-others"
+    for folder in (left, others):
+        folder.mkdir(parents=True)
+        (folder / "kernels.so").touch()
+    empty_cache.chmod(0o700)
+    long_ago = time.time() - 3600
+    os.utime(left, (long_ago, long_ago))
+    build(cpu_flags=AVX2)
+    assert not left.exists()
+    assert others.exists(), "that may be at work"
+
+
+def test_one_line_says_what_cannot_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'error: no' >&2; exit 1"))
+    with caplog.at_level(logging.WARNING), pytest.raises(CannotBuild, match="error: no"):
+        build(cpu_flags=AVX512)
+    assert not caplog.records
 
 
 def test_a_user_without_a_home_has_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,31 @@ def test_a_sequences_logits_are_the_same_to_the_bit_in_any_company(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_value_that_rounds_to_infinity_spreads_to_no_token(
+    instruction_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the largest number that bf16 has and the largest of float32: infinite only in the pool."""
+    model = native(checkpoint(FAMILIES["llama with biases, tied"], tmp_path), instruction_set, monkeypatch)
+    decoder: Any = model._model.model
+    layer, token = decoder.layers[0], 7
+    with torch.no_grad():
+        decoder.embed_tokens.weight[:, 0] = 0.0
+        decoder.embed_tokens.weight[token] = 0.0
+        decoder.embed_tokens.weight[token, 0] = 1.0
+        layer.input_layernorm.weight[0] = 1.0
+        normalised = torch.tensor(SIZES["hidden_size"] ** 0.5).bfloat16().double()
+        values = layer.self_attn.v_proj
+        values.weight[0] = 0.0
+        values.weight[0, 0] = 3.37e38 / normalised
+        values.bias[0] = 3.4024e38 - values.weight[0, 0].double() * normalised
+        layer.self_attn.o_proj.weight[:, [0, SIZES["head_dim"]]] = 0.0  # of the heads that see it
+    model.pack()
+    tokens = torch.randint(token + 1, 203, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    tokens[40] = token
+    assert chunked_logits(model, tokens).isfinite().all()
+
+
 def test_positions_beyond_those_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = native(checkpoint(FAMILIES["llama"], tmp_path), "avx2", monkeypatch)
     tokens = torch.randint(203, (2100,), generator=torch.Generator().manual_seed(2))

@@ -377,10 +377,8 @@ private:
     }
 };
 
-// Not-a-numbers become 0, as blocks are reused, and so do infinities.
-static inline float finite(float x) { return x - x == 0 ? x : 0.0f; }
-
-// Writes one token's key or value of one head into the pool.
+// Writes one token's key or value of one head into the pool. Not-a-numbers become 0, as blocks are reused, and so does
+// what is infinite there: a number so large may be finite before it is rounded.
 template <class T, class From>
 static inline void write_kv(const Pool &pool, int layer, const int64_t *table, int64_t position, int head, bool is_value,
                             const From *from) {
@@ -388,7 +386,11 @@ static inline void write_kv(const Pool &pool, int layer, const int64_t *table, i
             table[position / pool.block_size] * pool.block_stride + position % pool.block_size * pool.position_stride +
             head * pool.head_stride + (is_value ? pool.value_offset : 0);
     int n = is_value ? pool.value_dim : pool.key_dim;
-    for (int d = 0; d < n; d++) store_rounded(to + d, finite(to_float(from[d])));
+    for (int d = 0; d < n; d++) {
+        T kept;
+        store_rounded(&kept, to_float(from[d]));
+        to[d] = to_float(kept) - to_float(kept) == 0 ? kept : T(0);
+    }
 }
 
 // Called by every thread of a team, after the layer's keys and values were written. `query(token, head)` points to

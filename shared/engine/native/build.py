@@ -7,8 +7,10 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -25,10 +27,17 @@ _COMPILE_SECONDS = 300.0
 _SOURCES = Path(__file__).parent
 # Compiled beforehand, where an image leaves out the compiler.
 _BUILT = _SOURCES / "built"
+# Folders in the cache in which something is being compiled, or was until its process was killed.
+_WORKING = "compiling-"
+_DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 class CannotBuild(Exception):
     """There are no kernels for this machine; the message says why."""
+
+
+class TookTooLong(CannotBuild):
+    """The compiler hangs, and would again."""
 
 
 def build(folder: Path | None = None, cpu_flags: frozenset[str] | None = None) -> Path:
@@ -43,28 +52,26 @@ def build(folder: Path | None = None, cpu_flags: frozenset[str] | None = None) -
         raise CannotBuild("the CPU has no AVX2")
     if folder is None:
         for name in usable:
-            if (ready := _BUILT / _file_name(name, "")).is_file():
+            if _is_whole(ready := _BUILT / _file_name(name, "")):
                 return ready
-    command = shlex.split(os.environ.get("CXX", "c++"))
-    compiler = shutil.which(command[0]) if command else None
-    if compiler is None:
-        raise CannotBuild(f"there is no C++ compiler ({' '.join(command) or 'CXX is empty'})")
-    command[0] = compiler
+    command = _compiler()
     version = _run([*command, "--version"])
     place = _cache() if folder is None else folder
-    problem = ""
+    problems: dict[str, CannotBuild] = {}
     for name in usable:
         target = place / _file_name(name, shlex.join(command) + version)
-        if target.is_file():
-            return target
         try:
-            _compile(command, name, target)
+            if not _is_whole(target):
+                _compile(command, name, target)
+        except TookTooLong:
+            raise
         except CannotBuild as error:
-            problem = problem or str(error)
-            logger.warning("kernels for %s cannot be compiled: %s", name, error)
-        else:
-            return target
-    raise CannotBuild(problem)
+            problems[name] = error
+            continue
+        for other, problem in problems.items():
+            logger.warning("kernels for %s serve, as those for %s cannot be compiled: %s", name, other, problem)
+        return target
+    raise next(iter(problems.values()))
 
 
 def build_ahead() -> list[Path]:
@@ -73,7 +80,7 @@ def build_ahead() -> list[Path]:
     Raises CannotBuild.
     """
     _BUILT.mkdir(exist_ok=True)
-    command = shlex.split(os.environ.get("CXX", "c++"))
+    command = _compiler()
     targets = [_BUILT / _file_name(name, "") for name in _INSTRUCTION_SETS]
     for name, target in zip(_INSTRUCTION_SETS, targets, strict=True):
         _compile(command, name, target)
@@ -94,6 +101,18 @@ def read_cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
 
 
+def _compiler() -> list[str]:
+    """The words of its command, the first a path. Raises CannotBuild."""
+    try:
+        command = shlex.split(os.environ.get("CXX", "c++"))
+    except ValueError as error:
+        raise CannotBuild(f"CXX is no command: {error}") from error
+    path = shutil.which(command[0]) if command else None
+    if path is None:
+        raise CannotBuild(f"there is no C++ compiler ({' '.join(command) or 'CXX is empty'})")
+    return [path, *command[1:]]
+
+
 def _file_name(instruction_set: str, compiler: str) -> str:
     digest = hashlib.sha256(repr((_FLAGS, _INSTRUCTION_SETS[instruction_set], compiler)).encode())
     for source in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
@@ -112,33 +131,81 @@ def _cache() -> Path:
         status = place.stat()
     except OSError as error:
         raise CannotBuild(f"{place} cannot be made: {error.strerror}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if status.st_uid != os.getuid():
+        raise CannotBuild(f"{place} belongs to another user")
+    if status.st_mode & 0o022:
         raise CannotBuild(f"others may write to {place}")
     return place
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there, and as it was written: at its end it has a digest of what is before. To load a file that a
+    full or failing disk cut short ends the process."""
+    try:
+        contents = library.read_bytes()
+    except OSError:
+        return False
+    size = len(contents) - _DIGEST_SIZE
+    return size > 0 and _digest(contents[:size]) == contents[size:]
+
+
+def _digest(contents: bytes) -> bytes:
+    return hashlib.sha256(contents).digest()
 
 
 def _compile(command: list[str], instruction_set: str, target: Path) -> None:
     logger.info("compiling kernels for %s: a few seconds, once", instruction_set)
     flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set].values()]
     try:
+        _remove_abandoned(target.parent)
         # Under its name only when it is whole: another process may compile the same.
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=_WORKING, dir=target.parent) as folder:
             made = Path(folder) / target.name
             _run([*command, *flags, str(_SOURCES / "kernels.cpp"), "-o", str(made)])
-            with made.open("rb") as file:
+            if not made.is_file():
+                raise CannotBuild(f"{command[0]} made no library")
+            with made.open("r+b") as file:
+                digest = _digest(file.read())
+                file.write(digest)
+                file.flush()
                 os.fsync(file.fileno())  # or a machine that loses power may keep the name without the contents
             made.replace(target)
     except OSError as error:
         raise CannotBuild(f"{target.parent} cannot be written to: {error.strerror}") from error
 
 
+def _remove_abandoned(place: Path) -> None:
+    """Folders of processes that were killed: those that any would have left by now."""
+    for folder in place.glob(f"{_WORKING}*"):
+        if time.time() - folder.stat().st_mtime > 2 * _COMPILE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _run(command: list[str]) -> str:
     """What it prints. Raises CannotBuild with its first line of error."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"{command[0]} does not run: {error}") from error
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CannotBuild(f"{command[0]} does not run: {error.strerror}") from error
+    try:
+        output, errors = process.communicate(timeout=_COMPILE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise TookTooLong(f"{command[0]} was not done after {_COMPILE_SECONDS:.0f} s") from error
+    finally:
+        if process.returncode is None:  # with what it started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode < 0:
+        raise CannotBuild(f"{command[0]} was ended by signal {-process.returncode}")
+    if process.returncode > 0:
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or ["?"]
         raise CannotBuild(f"{command[0]}: {lines[0].strip()}")
-    return done.stdout
+    return output
