@@ -508,17 +508,17 @@ class GammaController:
             return
         sequence.num_scouting_rounds = _SCOUTING_ROUNDS
         gamma = sequence.num_scouting_tokens = min(_SCOUTING_TOKENS, self._max_num_draft_tokens)
-        drafting = _SCOUTING_ROUNDS * (gamma * self._draft.seconds(1) + _SCOUTING_ROUND_SECONDS)
+        drafting = catch_up + _SCOUTING_ROUNDS * (gamma * self._draft.seconds(1) + _SCOUTING_ROUND_SECONDS)
         verifying = 0.0
         if sequence.in_shadow:
             self._last_round = self._busy_seconds
             self._shadow_scout = sequence
-            self._interference.begin(self._clock(), catch_up, drafting)
+            self._interference.begin(self._clock(), drafting)
         else:
             longer = self._target.seconds(now.load + gamma) - self._target.seconds(now.load)
             num_fewer = max(0.0, _SCOUTING_STEPS - expected_tokens(sequence.acceptance.rate, gamma))
             verifying = _SCOUTING_ROUNDS * (longer + num_fewer * self.plain_seconds(now.load))
             self._interference.begin(self._clock(), catch_up)
         share = _SCOUTING_SHARE / 2 ** min(self._num_vain_scouts, _SCOUTING_HALVINGS)
-        self._scouts_from = self._busy_seconds + (catch_up + drafting + verifying) / share
+        self._scouts_from = self._busy_seconds + (drafting + verifying) / share
         self._num_vain_scouts += 1

@@ -11,7 +11,7 @@ _WEIGHT = 0.2
 
 
 class Interference:
-    """When the drafter catches up with a sequence, and how many times longer plain steps take meanwhile.
+    """When the drafter catches up with a sequence, or scouts, and how many times longer plain steps take meanwhile.
 
     Every step beside it tells the two cases apart: on cores of its own the drafter slows nothing down, on the same
     ones everything takes twice as long. That it shares them is believed first. Times are seconds of the caller's clock.
@@ -24,12 +24,11 @@ class Interference:
         # When it is going on at the least.
         self._from = self._until = -math.inf
 
-    def begin(self, now: float, catch_up: float, further: float = 0.0) -> None:
-        """The drafter begins to catch up, behind what it is still at, for so long if nothing holds it up; and has
-        `further` work to do now and then behind that."""
+    def begin(self, now: float, seconds: float) -> None:
+        """The drafter is at work for so long if nothing holds it up, behind what it is still at."""
         self._from = max(self.over_at, now)
-        self._until = self._from + catch_up
-        self.over_at = self._from + _SAME_CORES * (catch_up + further)
+        self._until = self._from + seconds
+        self.over_at = self._from + _SAME_CORES * seconds
 
     def go_on(self, until: float) -> None:
         """It is still at work then."""
