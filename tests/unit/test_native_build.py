@@ -169,6 +169,21 @@ def test_what_killed_processes_left_is_removed(
     assert others.exists(), "that may be at work"
 
 
+def test_a_folder_that_another_process_leaves_meanwhile_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
+    glob = Path.glob
+
+    def with_one_that_is_gone(place: Path, pattern: str) -> list[Path]:
+        return (
+            [*glob(place, pattern), place / "compiling-gone"] if "compiling" in pattern else list(glob(place, pattern))
+        )
+
+    monkeypatch.setattr(Path, "glob", with_one_that_is_gone)
+    assert build(cpu_flags=AVX2).is_file()
+
+
 def test_one_line_says_what_cannot_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

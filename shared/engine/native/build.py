@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -177,8 +178,9 @@ def _compile(command: list[str], instruction_set: str, target: Path) -> None:
 def _remove_abandoned(place: Path) -> None:
     """Folders of processes that were killed: those that any would have left by now."""
     for folder in place.glob(f"{_WORKING}*"):
-        if time.time() - folder.stat().st_mtime > 2 * _COMPILE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # of another process, which just left it
+            if time.time() - folder.stat().st_mtime > 2 * _COMPILE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(command: list[str]) -> str:
