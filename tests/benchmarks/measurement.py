@@ -28,6 +28,9 @@ FIXED_GAMMAS = tuple(range(1, 9))
 _LEAST_SECONDS = 32.0
 _LEAST_LOADS = 4
 _MOST_TURNS = 64
+# And until it is known so well, as a share, how the two compare; on a noisy machine no longer than so many times that.
+_MOST_ERROR = 0.01
+_MOST_PROLONGED = 3
 _BASELINE_PROMPTS = 2
 # Loads with which γ may settle on this pair, at this number of streams.
 _WARM_UPS = 5
@@ -35,6 +38,8 @@ _NUM_PREFIXES = 5
 
 OnStep = Callable[[str], None]
 """Is told what is done next."""
+Turn = list[LoadResult]
+"""One load of each mode, or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,26 @@ def num_turns(off_seconds: float, with_fixed: bool) -> int:
     return min(2 * math.ceil(num_loads / (4 if with_fixed else 2)), _MOST_TURNS)
 
 
+def is_known(turns: Sequence[Turn], with_fixed: bool) -> bool:
+    """Whether a repeat has been measured by these turns. It ends after an even number of them, whatever they show:
+    how long it goes on depends on how they scatter, not on who is faster."""
+    if not turns or len(turns) % 2:
+        return False
+    least = num_turns(fmean(load.seconds for turn in turns for load in turn if load.mode == OFF), with_fixed)
+    if len(turns) < least:
+        return False
+    return len(turns) >= _MOST_PROLONGED * least or error_of_ratio(turns) <= _MOST_ERROR
+
+
+def error_of_ratio(turns: Sequence[Turn]) -> float:
+    """Standard error, as a share, of the time without speculation over that with it: of a ratio of two sums, taken
+    from how turns, two at least, stray from it (Cochran, Sampling Techniques, 2.29)."""
+    off, on = ([sum(load.seconds for load in turn if load.mode == mode) for turn in turns] for mode in (OFF, ON))
+    ratio = sum(off) / sum(on)
+    strays = [a - ratio * b for a, b in zip(off, on, strict=True)]
+    return math.sqrt(sum(stray**2 for stray in strays) / (len(turns) - 1) * len(turns)) / sum(off)
+
+
 async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_step: OnStep) -> Repeat:
     which = f"repeat {index + 1} of {plan.repeats}"
     on_step(f"{which}, transformers")
@@ -144,14 +169,15 @@ async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_s
     for streams in plan.streams:
         on_step(f"{which}, {_count(streams)}")
         with_fixed = streams == 1
-        first = await _measure_turn(pair, plan, streams, stubs, order_of_loads(index, with_fixed))
-        loads += first
-        for turn in range(1, num_turns(fmean(load.seconds for load in first if load.mode == OFF), with_fixed)):
-            loads += await _measure_turn(pair, plan, streams, stubs, order_of_loads(index + turn, with_fixed))
+        turns: list[Turn] = []
+        while not is_known(turns, with_fixed):
+            modes = order_of_loads(index + len(turns), with_fixed)
+            turns.append(await _measure_turn(pair, plan, streams, stubs, modes))
+        loads += [load for turn in turns for load in turn]
     return Repeat(baseline, tuple(loads))
 
 
-async def _measure_turn(pair: Pair, plan: Plan, streams: int, stubs: Stubs, modes: Sequence[Mode]) -> list[LoadResult]:
+async def _measure_turn(pair: Pair, plan: Plan, streams: int, stubs: Stubs, modes: Sequence[Mode]) -> Turn:
     prompts = _draw_alike(pair, streams, len(modes))
     return [
         await run_load(stubs.of(mode), each, plan.num_tokens, mode) for mode, each in zip(modes, prompts, strict=True)

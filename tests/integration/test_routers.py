@@ -118,12 +118,15 @@ async def test_a_router_places_where_the_other_has_less() -> None:
         for _ in range(40):
             for call in calls:
                 await call.read()
-        for seed in range(4):
+        for seed in range(8):
             prompt = f"# {seed}\n{PROMPT}"
             calls.append(one.Generate(request(prompt, gamma=0, seed=seed, max_tokens=1500, ignore_eos=True)))
             await calls[-1].read()
         found = {name: (await worker_state(stack, name)).num_sequences for name in ("target-0", "target-1")}
-        assert found == {"target-0": 24, "target-1": 4}
+        assert sum(found.values()) == 32
+        # Who does not know of the other's streams gives each target half. What steps cost is measured, so one of them
+        # may go where others would not.
+        assert found["target-1"] >= 6, found
         for call in calls:
             call.cancel()
         await wait_until_idle(stack)

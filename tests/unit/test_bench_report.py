@@ -6,13 +6,22 @@ import io
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.measurement import PairResult, Plan, Repeat, num_turns, order_of_loads
+from tests.benchmarks.measurement import (
+    PairResult,
+    Plan,
+    Repeat,
+    error_of_ratio,
+    is_known,
+    num_turns,
+    order_of_loads,
+)
 from tests.benchmarks.memory import Memory
 from tests.benchmarks.prefix import PrefixResult
 from tests.benchmarks.report import legend, render, summarize, to_json
@@ -179,10 +188,36 @@ def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, 
     assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "turns", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 4), (2.0, 16, 8), (0.1, 64, 64)])
-def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, turns: int, with_fixed: int) -> None:
-    assert num_turns(seconds, with_fixed=False) == turns
+@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 4), (2.0, 16, 8), (0.1, 64, 64)])
+def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, num: int, with_fixed: int) -> None:
+    assert num_turns(seconds, with_fixed=False) == num
     assert num_turns(seconds, with_fixed=True) == with_fixed
+
+
+def turns(*seconds: tuple[float, float]) -> list[list[LoadResult]]:
+    """Each with one load without speculation and one with it."""
+    return [[load(off, speculation=False), load(on, speculation=True)] for off, on in seconds]
+
+
+def test_the_error_of_a_ratio_is_how_its_turns_scatter() -> None:
+    # 3,000 ratios of 40 turns each, whose loads share the machine's speed and stray by 10 and 5 percent of their own:
+    # the error said is how far these ratios are apart.
+    rng = np.random.default_rng(0)
+    machine = rng.lognormal(0.0, 0.3, (3000, 40))
+    off, on = (machine * rng.lognormal(0.0, spread, machine.shape) for spread in (0.1, 0.05))
+    apart = float(np.std(off.sum(1) / on.sum(1)))
+    said = [error_of_ratio(turns(*zip(map(float, off[i]), map(float, on[i]), strict=True))) for i in range(100)]
+    assert sum(said) / len(said) == pytest.approx(apart, rel=0.1)
+    # That the machine as a whole was slower in some turns says nothing against the ratio.
+    assert error_of_ratio(turns((1.0, 1.1), (10.0, 11.0), (3.0, 3.3))) == pytest.approx(0.0)
+
+
+def test_a_repeat_goes_on_while_its_turns_scatter_but_not_for_ever() -> None:
+    steady = [(8.0, 8.0), (8.0, 8.1)]
+    assert [is_known(turns(*steady * n), with_fixed=False) for n in (0, 1, 2)] == [False, False, True]
+    assert not is_known(turns(*steady * 2)[:3], with_fixed=False)
+    scattered = [(8.0, 6.0), (8.0, 10.0)]
+    assert [is_known(turns(*scattered * n), with_fixed=False) for n in (2, 5, 6)] == [False, False, True]
 
 
 def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
