@@ -25,12 +25,13 @@ FIXED_GAMMAS = tuple(range(1, 9))
 
 # So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
 # off and on, until there were so many seconds and so many loads without.
-_LEAST_SECONDS = 32.0
+_LEAST_SECONDS = 48.0
 _LEAST_LOADS = 4
 _MOST_TURNS = 64
-# And until it is known so well, as a share, how the two compare; on a noisy machine no longer than so many times that.
+# And until it is known so well, as a share, how the two compare; on a noisy machine for at most so many times as long,
+# and beside the fixed γs, which take most of the time, no longer.
 _MOST_ERROR = 0.01
-_MOST_PROLONGED = 3
+_MOST_PROLONGED = 2
 _BASELINE_PROMPTS = 2
 # Loads with which γ may settle on this pair, at this number of streams.
 _WARM_UPS = 5
@@ -39,7 +40,7 @@ _NUM_PREFIXES = 5
 OnStep = Callable[[str], None]
 """Is told what is done next."""
 Turn = list[LoadResult]
-"""One load of each mode, or two."""
+"""One load of each mode, or some of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +126,22 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
     """The modes of a turn, in an order that favours nobody.
 
     Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
-    drift costs all the same. The fixed γs come in between, once each, off and on twice. They take part in every turn:
-    of eight that are hardly apart the best of few loads is the luckiest.
+    drift costs all the same. The fixed γs come in between, once each, off and on four times. They take part in every
+    turn: of eight that are hardly apart the best of few loads is the luckiest.
     """
     modes = [OFF, ON]
     if with_fixed:
-        fixed = [Mode(True, gamma) for gamma in FIXED_GAMMAS]
-        modes = [OFF, *fixed[:2], ON, *fixed[2:4], OFF, *fixed[4:6], ON, *fixed[6:]]
+        modes = []
+        for i in range(0, len(FIXED_GAMMAS), 2):
+            modes += [OFF, ON] if i % 4 == 0 else [ON, OFF]
+            modes += [Mode(True, gamma) for gamma in FIXED_GAMMAS[i : i + 2]]
     return modes if turn % 2 == 0 else modes[::-1]
 
 
 def num_turns(off_seconds: float, with_fixed: bool) -> int:
     """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
     num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
-    return min(2 * math.ceil(num_loads / (4 if with_fixed else 2)), _MOST_TURNS)
+    return min(2 * math.ceil(num_loads / (8 if with_fixed else 2)), _MOST_TURNS)
 
 
 def is_known(turns: Sequence[Turn], with_fixed: bool) -> bool:
@@ -149,7 +152,7 @@ def is_known(turns: Sequence[Turn], with_fixed: bool) -> bool:
     least = num_turns(fmean(load.seconds for turn in turns for load in turn if load.mode == OFF), with_fixed)
     if len(turns) < least:
         return False
-    return len(turns) >= _MOST_PROLONGED * least or error_of_ratio(turns) <= _MOST_ERROR
+    return with_fixed or len(turns) >= _MOST_PROLONGED * least or error_of_ratio(turns) <= _MOST_ERROR
 
 
 def error_of_ratio(turns: Sequence[Turn]) -> float:

@@ -188,7 +188,7 @@ def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, 
     assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 2), (7.9, 6, 4), (2.0, 16, 8), (0.1, 64, 64)])
+@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 2), (7.9, 8, 2), (2.0, 24, 6), (0.1, 64, 64)])
 def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, num: int, with_fixed: int) -> None:
     assert num_turns(seconds, with_fixed=False) == num
     assert num_turns(seconds, with_fixed=True) == with_fixed
@@ -213,11 +213,12 @@ def test_the_error_of_a_ratio_is_how_its_turns_scatter() -> None:
 
 
 def test_a_repeat_goes_on_while_its_turns_scatter_but_not_for_ever() -> None:
-    steady = [(8.0, 8.0), (8.0, 8.1)]
+    steady = [(12.0, 12.0), (12.0, 12.1)]
     assert [is_known(turns(*steady * n), with_fixed=False) for n in (0, 1, 2)] == [False, False, True]
-    assert not is_known(turns(*steady * 2)[:3], with_fixed=False)
-    scattered = [(8.0, 6.0), (8.0, 10.0)]
-    assert [is_known(turns(*scattered * n), with_fixed=False) for n in (2, 5, 6)] == [False, False, True]
+    assert not is_known(turns(*steady * 3)[:5], with_fixed=False)
+    scattered = [(12.0, 8.0), (12.0, 16.0)]
+    assert [is_known(turns(*scattered * n), with_fixed=False) for n in (2, 3, 4)] == [False, False, True]
+    assert is_known(turns(*scattered * 2), with_fixed=True)
 
 
 def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
