@@ -2,6 +2,7 @@
 all: output tokens a second, prefill included, and the service's best over the best of the others.
 
 python -m tests.benchmarks.peers --openvino ~/openvino/bin/python --vllm ~/vllm/bin/python
+python -m tests.benchmarks.peers --openvino ~/openvino/bin/python --quantize int8
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.stack import Stack, StackSettings
+from shared.engine.settings import Quantize
 from shared.settings import StartupError
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.load import OFF, ON, Mode, run_load
@@ -44,18 +46,34 @@ Speeds = dict[str, list[float]]
 
 
 async def measure(
-    pair: Pair, interpreters: dict[str, Path], streams: Sequence[int], repeats: int, num_tokens: int, show: Console
+    pair: Pair,
+    interpreters: dict[str, Path],
+    streams: Sequence[int],
+    repeats: int,
+    num_tokens: int,
+    quantize: Quantize,
+    show: Console,
 ) -> dict[int, Speeds]:
-    """By number of streams. Raises BenchmarkError and StartupError."""
+    """By number of streams, with weights of every engine's target and draft rounded alike. Raises BenchmarkError and
+    StartupError."""
     async with AsyncExitStack() as exits:
         runs: dict[str, Run] = {}
         for kind, interpreter in interpreters.items():
             for drafts in (False, True):
                 show.print(f"starting {kind}, {'with' if drafts else 'without'} a draft model")
-                engine = await exits.enter_async_context(run_engine(kind, interpreter, pair, drafts))
+                engine = await exits.enter_async_context(run_engine(kind, interpreter, pair, drafts, quantize))
                 runs[engine.name] = lambda prompts, engine=engine: engine.load(prompts, num_tokens)  # type: ignore[misc]
         show.print("starting the service")
-        settings = StackSettings(target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16")
+        settings = StackSettings(
+            target=str(pair.target),
+            draft=str(pair.draft),
+            port=0,
+            dtype="bfloat16",
+            environment={
+                "target-0": {"OUTRIDER_TARGET_QUANTIZE": quantize},
+                "draft": {"OUTRIDER_DRAFT_QUANTIZE": quantize},
+            },
+        )
         stack = await exits.enter_async_context(Stack(settings))
         stub = await exits.enter_async_context(inference(stack))
 
@@ -116,13 +134,20 @@ def main() -> None:
         sys.exit("bench-peers: name an interpreter by --openvino or --vllm")
     pair = load_pair(options.pair)
     measuring = measure(
-        pair, interpreters, options.streams, options.repeats, options.num_tokens, Console(stderr=True, highlight=False)
+        pair,
+        interpreters,
+        options.streams,
+        options.repeats,
+        options.num_tokens,
+        options.quantize,
+        Console(stderr=True, highlight=False),
     )
     try:
         speeds = asyncio.run(measuring)
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench-peers: {error}")
-    lengths = f"{PROMPT_TOKENS} prompt and {options.num_tokens} output tokens a stream, bf16, greedy"
+    weights = "bf16" if options.quantize == "none" else f"weights in {options.quantize}"
+    lengths = f"{PROMPT_TOKENS} prompt and {options.num_tokens} output tokens a stream, {weights}, greedy"
     console = Console()
     console.print(render(f"{pair.name} pair, {lengths}; medians of {options.repeats}", speeds))
     console.print(str(this_machine()), highlight=False)
@@ -140,7 +165,16 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="Default 1 8 32.")
     parser.add_argument("--repeats", type=int, default=3, help="Medians are over this many; default 3.")
     parser.add_argument("--num-tokens", type=int, default=128, help="Output tokens a stream; default 128.")
-    return parser.parse_args()
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "int8", "int4"),
+        default="none",
+        help="What every engine rounds weights to; vllm has no way to. Default none: bf16.",
+    )
+    options = parser.parse_args()
+    if options.vllm is not None and options.quantize != "none":
+        parser.error("argument --quantize: vllm on CPUs does not round weights as it loads them")
+    return options
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.engine.settings import Quantize
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.model_pair import Pair
 
@@ -57,11 +58,13 @@ class Engine:
 
 
 @asynccontextmanager
-async def run_engine(kind: str, interpreter: Path, pair: Pair, drafts: bool) -> AsyncIterator[Engine]:
+async def run_engine(
+    kind: str, interpreter: Path, pair: Pair, drafts: bool, quantize: Quantize = "none"
+) -> AsyncIterator[Engine]:
     """`kind`: openvino or vllm. Ends with this context; raises BenchmarkError if it does not start."""
     name = f"{kind}, {f'{NUM_DRAFT_TOKENS} drafted' if drafts else 'plain'}"
     command = [str(interpreter), str(_FOLDER / f"{kind}_engine.py"), str(pair.target), str(pair.draft)]
-    command += [str(_EXPORTS / kind / pair.name), str(NUM_DRAFT_TOKENS if drafts else 0)]
+    command += [str(_EXPORTS / kind / pair.name), str(NUM_DRAFT_TOKENS if drafts else 0), quantize]
     # Its own packages, and the OpenMP that it is best with.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
     preload = interpreter.parent.parent / "lib" / "libiomp5.so"

@@ -1,7 +1,7 @@
 """OpenVINO GenAI, plain or with a draft model, for `answers`; under the interpreter of an environment that has
 openvino-genai, optimum-intel and transformers below 4.60.
 
-python openvino_engine.py TARGET DRAFT EXPORTS NUM_DRAFT_TOKENS
+python openvino_engine.py TARGET DRAFT EXPORTS NUM_DRAFT_TOKENS none|int8|int4
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ import openvino_genai
 from answers import Generate, answer_lines
 
 
-def export(model: Path, exports: Path) -> Path:
-    """The model in OpenVINO's format, in bf16, with a tokenizer, which its pipelines ask for; made if it is not there
-    yet, or is older than the model."""
-    place = exports / model.name
+# As its users have them: symmetric and per channel in 8 bits, of groups in 4.
+_QUANTIZED: dict[str, dict[str, Any]] = {"int8": {"bits": 8, "sym": True}, "int4": {"bits": 4, "sym": True, "group_size": 64}}
+
+
+def export(model: Path, exports: Path, quantize: str) -> Path:
+    """The model in OpenVINO's format, in bf16 or with weights in int8 or int4, with a tokenizer, which its pipelines
+    ask for; made if it is not there yet, or is older than the model."""
+    place = exports / (model.name if quantize == "none" else f"{model.name}-{quantize}")
     made = place / "openvino_tokenizer.xml"
     weights = model / "model.safetensors"
     if made.exists() and made.stat().st_mtime > weights.stat().st_mtime:
         return place
     from openvino_tokenizers import convert_tokenizer
-    from optimum.intel import OVModelForCausalLM
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
     from transformers import PreTrainedTokenizerFast
 
-    exported = OVModelForCausalLM.from_pretrained(str(model), export=True, load_in_8bit=False, compile=False)
+    weights_as: dict[str, Any] = {"load_in_8bit": False}
+    if quantize != "none":
+        weights_as = {"quantization_config": OVWeightQuantizationConfig(**_QUANTIZED[quantize])}
+    exported = OVModelForCausalLM.from_pretrained(str(model), export=True, compile=False, **weights_as)
     exported.save_pretrained(place)
     # Not by its folder: these transformers do not know the classes that newer ones name there.
     tokenizer: Any = PreTrainedTokenizerFast
@@ -40,14 +47,14 @@ def export(model: Path, exports: Path) -> Path:
 
 def load() -> Generate:
     target, draft, exports = (Path(each) for each in sys.argv[1:4])
-    num_draft_tokens = int(sys.argv[4])
+    num_draft_tokens, quantize = int(sys.argv[4]), sys.argv[5]
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = 2
     scheduling.max_num_batched_tokens = 2048
     options = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
     if num_draft_tokens:
-        options["draft_model"] = openvino_genai.draft_model(export(draft, exports), "CPU")
-    pipeline = openvino_genai.ContinuousBatchingPipeline(export(target, exports), scheduling, "CPU", options)
+        options["draft_model"] = openvino_genai.draft_model(export(draft, exports, quantize), "CPU")
+    pipeline = openvino_genai.ContinuousBatchingPipeline(export(target, exports, quantize), scheduling, "CPU", options)
     how = openvino_genai.GenerationConfig()
     how.do_sample, how.ignore_eos = False, True
     if num_draft_tokens:
