@@ -78,6 +78,10 @@ def generate(
     num_draft_tokens: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Draft tokens a round, at most 16.", show_default="adaptive")
     ] = None,
+    num_nodes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Draft trees of so many tokens, at most 64.", show_default="chains"),
+    ] = None,
     show_speculation: Annotated[
         bool, typer.Option("--show-speculation", help="Colour accepted, rejected and recovered tokens.")
     ] = False,
@@ -110,7 +114,9 @@ def generate(
             ignore_eos=ignore_eos,
             seed=seed,
             logprobs=logprobs,
-            speculation=inference_pb2.Speculation(enabled=not no_speculation, num_draft_tokens=num_draft_tokens),
+            speculation=inference_pb2.Speculation(
+                enabled=not no_speculation, num_draft_tokens=num_draft_tokens, num_nodes=num_nodes
+            ),
             include_draft_tokens=show_speculation or logprobs is not None,
         )
         if chat:

@@ -9,6 +9,8 @@ from shared.worker.checks import check_beginning
 
 # Beyond any context.
 _MAX_TOKENS = 1 << 30
+# Each step of a drafter looks over them all.
+_MAX_NODES = 256
 # The target's vocabulary may be larger than the drafter's, which takes an id that it does not know for its last.
 _MAX_VOCABULARY = 1 << 32
 
@@ -20,5 +22,6 @@ def check_request(request: draft_pb2.DraftRequest) -> None:
             continue
         name, propose = f"operations[{index}].propose", operation.propose
         check_range(f"{name}.base_length", propose.base_length, 0, _MAX_TOKENS)
+        check_range(f"{name}.num_nodes", propose.num_nodes, 0, _MAX_NODES)
         if propose.base_length == 0:
             check_beginning(name, propose.token_ids, propose.num_prompt_tokens, propose.params, _MAX_VOCABULARY)

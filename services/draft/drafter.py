@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from services.draft.tree import DraftTree
 from shared.engine.sequence import Sequence
+from shared.sampling.proposal import EMPTY_PROPOSAL
 from shared.sampling.sampled import Candidates, SampledTokens
 
 
@@ -15,19 +17,23 @@ class Drafter:
     """Drafts behind the committed tokens of `sequence`.
 
     `candidates` runs parallel to the sequence's draws. `num_asked` is how many draft tokens the router
-    waits for, 0 when it waits for none.
+    waits for, 0 when it waits for none. Asked for a tree it has no draws, but a `tree`, which is `grown` when it can be
+    answered with.
     """
 
     sequence: Sequence
     candidates: list[Candidates | None] = field(default_factory=list)
     num_asked: int = 0
     asked_ns: int = 0
+    tree: DraftTree | None = None
+    grown: bool = False
 
     def commit(self, base_length: int, token_ids: Tokens[int]) -> None:
-        """Takes note of committed tokens; draws that continue them survive."""
+        """Takes note of committed tokens; draws that continue them survive, and of a tree the KV of what agrees."""
         self.sequence.commit(base_length, token_ids)
         self.candidates = self.candidates[len(self.candidates) - self.sequence.num_drawn :]
         self.num_asked = 0
+        self.tree = None
 
     def prefill(self) -> None:
         """Computes the KV of what is committed, short of the last token, which the first draw needs.
@@ -44,19 +50,41 @@ class Drafter:
         self.sequence.num_steps = max(0, num_draft_tokens - self.sequence.num_drawn)
         self.sequence.draws_on = True
 
+    def ask_for_tree(self, num_draft_tokens: int, num_nodes: int) -> None:
+        """Wants a tree of that many tokens, found in `num_draft_tokens` steps; what was drawn beforehand is dropped."""
+        self.sequence.drop_draws()
+        self.candidates = []
+        self.num_asked = num_draft_tokens
+        self.asked_ns = time.time_ns()
+        self.tree, self.grown = DraftTree(num_nodes, num_draft_tokens), False
+        self.sequence.grow(EMPTY_PROPOSAL, 0, self.tree.num_children)
+
     def take(self, sampled: SampledTokens) -> None:
-        """Takes in one draw of the sequence's."""
-        self.candidates.append(sampled.candidates)
+        """Takes in one draw of the sequence's, or what may follow the latest tokens of its tree."""
+        if self.tree is None:
+            self.candidates.append(sampled.candidates)
+            return
+        self.tree.take(sampled.children)
+        following = self.tree.advance()
+        if following is None:
+            self.grown = True
+        else:
+            self.sequence.grow(*following, self.tree.num_children)
 
     @property
     def answerable(self) -> bool:
+        if self.tree is not None:
+            return self.num_asked > 0 and self.grown
         return 0 < self.num_asked <= self.sequence.num_drawn
 
-    def answer(self) -> tuple[list[int], list[Candidates | None]]:
-        """The proposal asked for: its token ids and what they were drawn from."""
+    def answer(self) -> tuple[list[int], list[Candidates | None], Tokens[int]]:
+        """The proposal asked for: its token ids, what they were drawn from, and of a tree what each follows."""
         start, count = self.sequence.num_committed, self.num_asked
         self.num_asked = 0
-        return self.sequence.token_ids[start : start + count], self.candidates[:count]
+        if self.tree is not None:
+            proposal = self.tree.proposal()
+            return list(proposal.token_ids), [], proposal.parents
+        return self.sequence.token_ids[start : start + count], self.candidates[:count], ()
 
     def guess_on(self, num_draft_tokens: int) -> None:
         """Continues on the guess that the whole answer is accepted: its bonus token, then the next draft."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shared.sampling.coupled import draw_coupled
+from shared.sampling.coupled import coupled_scores, draw_coupled
 from shared.sampling.filters import sampling_logprobs
 from shared.sampling.rejection import draw as draw_index
 from shared.sampling.rejection import truncate
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import Candidates, SampledTokens
+from shared.sampling.sampled import Candidates, Child, SampledTokens
 
 
 def draw(
@@ -22,17 +23,20 @@ def draw(
     max_entries: int = 512,
     generator: torch.Generator | None = None,
 ) -> list[SampledTokens]:
-    """One draft token for each sequence.
+    """One draft token for each sequence, or for those that grow a tree what may follow each of their rows.
 
-    `logits` [R, V]: the draft model's, raw, of any float dtype, one row for each of R sequences, whose
-    proposals are empty (what is drafted so far stands in `token_ids`). Greedy and seeded sequences draw
-    with the noise that the target will use, and have no candidates. The others draw from their filtered
-    distribution truncated to the fewest entries that hold `mass`, at most `max_entries`, with random
-    numbers from `generator` or else torch's global one; `candidates` is that truncated distribution.
+    `logits` [R, V]: the draft model's, raw, of any float dtype: one row for each sequence whose proposal is empty (what
+    is drafted so far stands in `token_ids`), and the `num_rows` of each that grows a tree, which is greedy or seeded.
+    Greedy and seeded sequences draw with the noise that the target will use, and have no candidates. The others draw
+    from their filtered distribution truncated to the fewest entries that hold `mass`, at most `max_entries`, with
+    random numbers from `generator` or else torch's global one; `candidates` is that truncated distribution.
     Raises ValueError if the number of rows is another.
     """
-    if len(logits) != len(rows):
-        raise ValueError(f"logits has {len(logits)} rows for {len(rows)} sequences")
+    num_rows = sum(sequence.num_rows for sequence in rows)
+    if len(logits) != num_rows:
+        raise ValueError(f"logits has {len(logits)} rows where the sequences have {num_rows}")
+    if any(sequence.num_children for sequence in rows):
+        return _draw_and_branch(logits, rows, mass, max_entries, generator)
     coupled = [i for i, sequence in enumerate(rows) if sequence.params.coupled]
     if len(coupled) == len(rows):
         return [SampledTokens((token,)) for token in draw_coupled(logits, rows).tolist()]
@@ -56,3 +60,39 @@ def draw(
         candidates = Candidates(size, line[2 : 2 + size].tobytes(), line[probs_at : probs_at + size].tobytes())
         drawn[i] = SampledTokens((int(line[0]),), candidates=candidates)
     return [drawn[i] for i in range(len(rows))]
+
+
+def _draw_and_branch(
+    logits: Tensor, rows: Sequence[SampleRows], mass: float, max_entries: int, generator: torch.Generator | None
+) -> list[SampledTokens]:
+    """`draw` where some of the sequences grow trees."""
+    growing, drawing = ([each for each in rows if bool(each.num_children) == grows] for grows in (True, False))
+    row_ids: dict[bool, list[int]] = {True: [], False: []}
+    first_row = 0
+    for sequence in rows:
+        row_ids[bool(sequence.num_children)] += range(first_row, first_row + sequence.num_rows)
+        first_row += sequence.num_rows
+    branched = iter(_branch(logits[torch.tensor(row_ids[True], device=logits.device)], growing))
+    others = logits[torch.tensor(row_ids[False], dtype=torch.int64, device=logits.device)]
+    drawn = iter(draw(others, drawing, mass, max_entries, generator) if drawing else ())
+    return [next(branched) if sequence.num_children else next(drawn) for sequence in rows]
+
+
+def _branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[SampledTokens]:
+    """What the target may draw at each row, whose noise the drafter knows: the largest of its own logprobs + noise, and
+    as how likely a softmax of these sees them."""
+    scores = coupled_scores(sampling_logprobs(logits, rows), rows)
+    most = min(max(sequence.num_children for sequence in rows), scores.shape[1])
+    best, ids = scores.topk(most)
+    logprobs = (best - scores.logsumexp(1, keepdim=True)).tolist()
+    token_ids = ids.tolist()
+    branched, row = [], 0
+    for sequence in rows:
+        children = []
+        for _ in range(sequence.num_rows):
+            pairs = zip(token_ids[row], logprobs[row], strict=True)
+            likely = [Child(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]
+            children.append(tuple(likely[: sequence.num_children]))
+            row += 1
+        branched.append(SampledTokens((), children=tuple(children)))
+    return branched

@@ -13,6 +13,7 @@ from services.draft.checks import check_request
 from services.draft.drafter import Drafter
 from services.draft.proposer import draw
 from services.draft.settings import DraftSettings
+from services.draft.tree import WIDTH
 from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
@@ -88,7 +89,13 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         if propose.num_draft_tokens == 0:
             drafter.prefill()
             return []
-        drafter.ask(min(propose.num_draft_tokens, self.engine.max_context - position))
+        room = self.engine.max_context - position
+        # A tree takes more room than what it proposes: who has none left for it gets a chain.
+        in_tree = propose.num_nodes > propose.num_draft_tokens and room >= WIDTH * propose.num_draft_tokens
+        if in_tree and lane.sequence.params.coupled:
+            drafter.ask_for_tree(propose.num_draft_tokens, propose.num_nodes)
+            return []
+        drafter.ask(min(propose.num_draft_tokens, room))
         return [self._answer(lane, drafter)] if drafter.answerable else []
 
     def _begin(self, stream: Stream, propose: draft_pb2.Propose) -> None:
@@ -138,8 +145,8 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
 
     def _answer(self, lane: Lane[draft_pb2.DraftResponse], drafter: Drafter) -> draft_pb2.DraftResult:
         began_ns, now_ns = drafter.asked_ns, time.time_ns()
-        token_ids, candidates = drafter.answer()
-        if self._optimistic:
+        token_ids, candidates, parents = drafter.answer()
+        if self._optimistic and not parents:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
             drafter.guess_on(min(len(token_ids), room - 1))
         self.telemetry.record_span("draft", lane.traceparent, began_ns, now_ns, {NUM_DRAFT_TOKENS: len(token_ids)})
@@ -147,7 +154,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             sequence_id=lane.sequence_id,
             position=drafter.sequence.num_committed,
             status=draft_pb2.DRAFT_STATUS_PROPOSED,
-            proposal=proposal_to_proto(token_ids, candidates),
+            proposal=proposal_to_proto(token_ids, candidates, parents),
             seconds=(now_ns - began_ns) / 1e9,
         )
 

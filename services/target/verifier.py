@@ -22,6 +22,8 @@ def check_proposal(proposal: Proposal, params: SamplingParams) -> None:
 
     Meant for the edge, where a malformed proposal still ends its own sequence only.
     """
+    if proposal.parents:
+        _check_tree(proposal, params)
     if params.coupled:
         return
     if len(proposal.candidate_counts) != len(proposal):
@@ -36,6 +38,16 @@ def check_proposal(proposal: Proposal, params: SamplingParams) -> None:
             raise ValueError(
                 f"proposal.candidate_{name} has {len(packed)} bytes where candidate_counts asks for {size}"
             )
+
+
+def _check_tree(proposal: Proposal, params: SamplingParams) -> None:
+    if not params.coupled:
+        raise ValueError("proposal.parents is set for a sequence that is verified by rejection sampling")
+    if len(proposal.parents) != len(proposal):
+        raise ValueError(f"proposal.parents has {len(proposal.parents)} entries for {len(proposal)} draft tokens")
+    for i, parent in enumerate(proposal.parents):
+        if parent > i:
+            raise ValueError(f"proposal.parents[{i}] is {parent}: it must be at most {i}, so as to come before")
 
 
 def verify(logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generator | None = None) -> list[SampledTokens]:
@@ -73,19 +85,29 @@ def verify(logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generato
     host = iter((torch.cat(results) if len(results) > 1 else results[0]).tolist() if results else ())
 
     for i in coupled:
-        sampled[i] = _coupled_outcome(rows[i].proposal.token_ids, [next(host) for _ in range(rows[i].num_rows)])
+        sampled[i] = _coupled_outcome(rows[i].proposal, [next(host) for _ in range(rows[i].num_rows)])
     num_accepted = [next(host) for _ in others]
     for i, count in zip(others, num_accepted, strict=True):
         sampled[i] = SampledTokens((*rows[i].proposal.token_ids[:count], next(host)), count)
     return _with_logprobs(logits, rows, first_rows, [tokens for tokens in sampled if tokens is not None])
 
 
-def _coupled_outcome(draft_ids: Sequence[int], own_ids: Sequence[int]) -> SampledTokens:
-    """The target's own draws up to and including the first one that differs from the draft."""
-    count = 0
-    while count < len(draft_ids) and draft_ids[count] == own_ids[count]:
-        count += 1
-    return SampledTokens(tuple(own_ids[: count + 1]), count)
+def _coupled_outcome(proposal: Proposal, own_ids: Sequence[int]) -> SampledTokens:
+    """The target's own draws, as long as a draft token that may follow is the same, and one that none is."""
+    draft_ids = proposal.token_ids
+    if not proposal.parents:
+        count = 0
+        while count < len(draft_ids) and draft_ids[count] == own_ids[count]:
+            count += 1
+        return SampledTokens(tuple(own_ids[: count + 1]), count)
+    # Of siblings with one id the first stands for all.
+    children: dict[tuple[int, int], int] = {}
+    for i, (parent, token) in enumerate(zip(proposal.parents, draft_ids, strict=True)):
+        children.setdefault((parent, token), i + 1)
+    path = [0]
+    while (child := children.get((path[-1], own_ids[path[-1]]))) is not None:
+        path.append(child)
+    return SampledTokens(tuple(own_ids[row] for row in path), len(path) - 1, path=tuple(path[1:]))
 
 
 def _verify_by_rejection(
@@ -119,7 +141,7 @@ def _with_logprobs(
     num_top: list[int] = []
     for sequence, first_row, tokens in zip(rows, first_rows, sampled, strict=True):
         if sequence.params.logprobs is not None:
-            row_ids.extend(range(first_row, first_row + len(tokens.token_ids)))
+            row_ids.extend(first_row + row for row in (0, *(tokens.path or range(1, len(tokens.token_ids)))))
             token_ids.extend(tokens.token_ids)
             num_top.extend([sequence.params.logprobs] * len(tokens.token_ids))
     if not row_ids:

@@ -20,9 +20,14 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 # longer than most are.
 _CONTEXT = 1100
 _LONGEST_WINDOW = 4096
-# The queries behind it, and a further sequence that has just begun.
+# The queries behind it, and a further sequence that has just begun. And one with a token tree, of which some lines go
+# on beyond position 64, where kernels begin to lay out keys anew, while others have come to an end.
 _NUM_QUERIES = 48
 _NUM_BEGUN = 5
+_TREE = (0, 1, 1, 0, 2, 5, 6, 3, 4, 7)
+_NUM_BEFORE_TREE = 61
+# Where kernels may take a context apart: each of these keys is looked for by a query of its own.
+_SOUGHT = (511, 512, 1023, 1024)
 # Standard deviation of the scores: so much that single keys matter.
 _SCORES = 4.0
 
@@ -65,22 +70,27 @@ def _attended(
         drawn = torch.randn((num_tokens, num_heads, size), generator=generator) * deviation
         return drawn.to(rounded).to(kept)
 
-    ends = [num_cached + _NUM_QUERIES, _NUM_BEGUN]
-    num_blocks = [-(-end // block_size) for end in ends]
+    starts, lengths = [num_cached, 0, 0], [_NUM_QUERIES, _NUM_BEGUN, _NUM_BEFORE_TREE + len(_TREE)]
+    num_blocks = [-(-(start + length) // block_size) for start, length in zip(starts, lengths, strict=True)]
     pool = KVPool(shape._replace(num_layers=1), sum(num_blocks), block_size, kept, torch.device("cpu"))
     # Neither in order nor contiguous, as in service.
-    tables = [list(range(sum(num_blocks) - 1, num_blocks[1] - 1, -1)), list(range(num_blocks[1]))]
+    blocks = iter(range(sum(num_blocks) - 1, -1, -1))
+    tables = [[next(blocks) for _ in range(count)] for count in num_blocks]
     keys = draw(num_cached, shape.num_kv_heads, shape.key_head_dim)
     if num_cached:
         cached = AttentionBatch.build(pool, [0], [num_cached], tables[:1])
         pool.write(0, cached.first_slots, keys, draw(num_cached, shape.num_kv_heads, shape.value_head_dim))
-    batch = AttentionBatch.build(pool, [num_cached, 0], [_NUM_QUERIES, _NUM_BEGUN], tables, kernels)
+    batch = AttentionBatch.build(pool, starts, lengths, tables, kernels, [(), (), _TREE])
     deviation = _SCORES / (how.scale * shape.key_head_dim**0.5)
     query = draw(batch.num_tokens, how.num_heads, shape.key_head_dim, deviation)
+    fold = how.num_heads // shape.num_kv_heads
+    for i, position in enumerate(_SOUGHT):
+        if position < num_cached:
+            query[i] = (keys[position].repeat_interleave(fold, dim=0).float() * deviation).to(rounded)
     outside = num_cached + _NUM_QUERIES - 1 - (how.sliding_window or num_cached + _NUM_QUERIES)
     if 0 <= outside < num_cached - 1:
         # The last query looks for the key that its window just does not reach, in every other head for the next one.
-        wanted = keys[[outside, outside + 1]].repeat_interleave(how.num_heads // shape.num_kv_heads, dim=1)
+        wanted = keys[[outside, outside + 1]].repeat_interleave(fold, dim=1)
         both = torch.arange(how.num_heads) % 2
         found = wanted[both, torch.arange(how.num_heads)].float() * deviation
         query[_NUM_QUERIES - 1] = found.to(rounded)

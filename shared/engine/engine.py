@@ -179,6 +179,8 @@ class Engine:
                     sequence.num_prompt_tokens,
                     sequence.proposal,
                     sequence.token_counts,
+                    sequence.first_row,
+                    sequence.num_children,
                 )
                 for sequence in sampling
             ]
@@ -191,7 +193,9 @@ class Engine:
             return None
 
     def _complete(self, plan: StepPlan, rows: list[tuple[SampleRows, SampledTokens]]) -> list[Gain]:
-        gained = self.scheduler.complete(plan, [sampled for _, sampled in rows])
+        sampled = [tokens for _, tokens in rows]
+        self._runner.keep_paths(plan, sampled)
+        gained = self.scheduler.complete(plan, sampled)
         return [
             Gain(sequence, tokens, len(row.proposal)) for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
         ]

@@ -108,6 +108,13 @@ class KVPool:
             sources, destinations = zip(*copies, strict=True)
             self.data[list(destinations)] = self.data[list(sources)]
 
+    def move_positions(self, moves: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+        """Copies single positions, in all layers, from one (block, offset) to another; all are read before any is
+        written."""
+        if moves:
+            (blocks, offsets), (to_blocks, to_offsets) = (torch.tensor(places).T for places in zip(*moves, strict=True))
+            self.data[to_blocks, :, :, to_offsets] = self.data[blocks, :, :, offsets]
+
     def first_slots(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Slots in layer 0 of T keys, then of their T values, at these blocks and offsets (`[T]`); see `write`."""
         keys = blocks * (self.shape.num_layers * 2 * self.block_size) + offsets

@@ -13,6 +13,7 @@ from shared.engine.attention.batch import AttentionBatch
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.scheduler import StepPlan
+from shared.sampling.sampled import SampledTokens
 
 # Step costs: each size is measured so often, or less often, but not less than twice, once it takes this long.
 _MEASURED_TURNS = 6
@@ -30,6 +31,9 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Tensor:
         """Logits `[R, vocab_size]`: for each scheduled sequence in order, its `num_rows` last positions."""
         self.pool.copy_blocks(plan.copies)
+        self._move([(item.sequence.block_table, item.sequence.moves) for item in plan.scheduled])
+        for item in plan.scheduled:
+            item.sequence.moves = []
         tokens: list[int] = []
         rows: list[int] = []
         for item in plan.scheduled:
@@ -41,11 +45,34 @@ class ModelRunner:
             [item.num_tokens for item in plan.scheduled],
             [item.sequence.block_table for item in plan.scheduled],
             rows,
+            [item.sequence.proposal.parents if item.num_rows else () for item in plan.scheduled],
         )
         if not rows and self.model.device.type == "cuda":
             # Nobody waits for its result, but others may read these blocks from now on, past the device's own queue.
             torch.cuda.current_stream(self.model.device).synchronize()
         return logits
+
+    def keep_paths(self, plan: StepPlan, sampled: Sequence[SampledTokens]) -> None:
+        """Moves the KV of draft tokens accepted out of trees to where their sequences go on; `sampled`: what each
+        scheduled sequence with rows gains, and has not taken in yet."""
+        paths = []
+        sampling = (item.sequence for item in plan.scheduled if item.num_rows)
+        for sequence, tokens in zip(sampling, sampled, strict=True):
+            before = len(sequence.token_ids)
+            moves = [(before + row - 1, before + i) for i, row in enumerate(tokens.path) if row != i + 1]
+            paths.append((sequence.block_table, moves))
+        self._move(paths)
+
+    def _move(self, moved: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> None:
+        """Of sequences with these block tables, KV from positions to others."""
+        size = self.pool.block_size
+        self.pool.move_positions(
+            [
+                ((table[source // size], source % size), (table[destination // size], destination % size))
+                for table, moves in moved
+                for source, destination in moves
+            ]
+        )
 
     def run_packed(
         self,
@@ -54,14 +81,16 @@ class ModelRunner:
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         rows: Sequence[int],
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's.
+        """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's, the last
+        `len(parents[i])` a tree.
 
         Raises ValueError if they are not as many: kernels believe what they are told.
         """
         if len(tokens) != sum(lengths):
             raise ValueError(f"a step of {sum(lengths)} tokens has {len(tokens)}")
-        batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels)
+        batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels, parents)
         # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
         # but must not break the step they are verified in.
         token_ids = np.minimum(np.asarray(tokens, dtype=np.int64), self.model.vocab_size - 1)

@@ -348,6 +348,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
+        sequence.moves = []
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
     def _split_forks(self, sequence: Sequence) -> None:
@@ -385,7 +386,7 @@ class Scheduler:
 
     def _drop_surplus_blocks(self, sequence: Sequence) -> None:
         """Frees blocks that only held rejected positions."""
-        num_used = -(-len(sequence.token_ids) // self.block_size)
+        num_used = -(-max(len(sequence.token_ids), sequence.num_computed_tokens) // self.block_size)
         surplus = sequence.block_table[num_used:]
         if surplus:
             self.pool.release(surplus)

@@ -26,7 +26,10 @@ class Sequence:
     `num_committed` are committed. `proposal` holds draft tokens to verify behind them. `num_steps` is how
     often the sequence may still sample before its owner must speak again; with none left its KV is only
     computed up to `num_wanted_tokens`; `draws_on`: between them its owner has nothing to say. `token_counts` counts
-    `token_ids` where the request has penalties. `kv_import` is what comes from another worker, to begin with.
+    `token_ids` where the request has penalties. A drafter that grows a tree has it in `proposal`, as far as it is
+    computed or to be computed, and samples the `num_children` likeliest tokens behind each row from `first_row` on.
+    `moves`: from which to which position KV is to move before anything more is computed. `kv_import` is what comes
+    from another worker, to begin with.
     """
 
     def __init__(
@@ -50,6 +53,9 @@ class Sequence:
         self.num_wanted_tokens = 0
         self.draws_on = False
         self.proposal: Proposal = EMPTY_PROPOSAL
+        self.first_row = 0
+        self.num_children = 0
+        self.moves: list[tuple[int, int]] = []
         self.forks: list[Sequence] = []
         self.kv_import: KVImport | None = None
         self.finish: Finish | None = None
@@ -77,7 +83,7 @@ class Sequence:
     @property
     def num_rows(self) -> int:
         """Rows of logits that a sampling step needs: one for each draft token, one for what follows."""
-        return 1 + len(self.proposal)
+        return 1 + len(self.proposal) - self.first_row
 
     @property
     def num_drawn(self) -> int:
@@ -94,8 +100,12 @@ class Sequence:
     def advance(self, sampled: SampledTokens) -> SampledTokens:
         """Takes the outcome of a sampling step; returns it cut behind a stop token or at max_tokens.
 
-        Positions of rejected draft tokens fall back out of `num_computed_tokens`.
+        Positions of rejected draft tokens fall back out of `num_computed_tokens`. What follows the rows of a tree that
+        grows is for its owner.
         """
+        if sampled.children:
+            self.num_steps -= 1
+            return sampled
         before = len(self.token_ids)
         tokens = sampled.token_ids
         if not self.drafting:
@@ -117,8 +127,10 @@ class Sequence:
         """Tells a drafter what was committed behind its first `base_length` tokens.
 
         Draws that agree keep their KV, and if all of `token_ids` was drawn already, the draws behind it
-        remain as the beginning of the next proposal.
+        remain as the beginning of the next proposal. Of a tree the line that agrees keeps its KV, short of the last
+        token, which the next draw needs.
         """
+        path = self._take_path(token_ids)
         known = self.token_ids[base_length : base_length + len(token_ids)]
         agreeing = len(known)
         for i, (drawn, committed) in enumerate(zip(known, token_ids, strict=False)):
@@ -132,6 +144,39 @@ class Sequence:
             self.token_ids[base_length + agreeing :] = token_ids[agreeing:]
             self.num_computed_tokens = min(self.num_computed_tokens, base_length + agreeing)
         self.num_committed = base_length + len(token_ids)
+        if path:
+            self.moves += [(base_length + row - 1, base_length + i) for i, row in enumerate(path) if row != i + 1]
+            self.num_computed_tokens = base_length + len(path)
+
+    def drop_draws(self) -> None:
+        """Gives a drafter's draws behind the committed tokens up."""
+        drawn = self.token_ids[self.num_committed :]
+        if self.token_counts is not None:
+            self.token_counts.remove(drawn)
+        del self.token_ids[self.num_committed :]
+        self.num_computed_tokens = min(self.num_computed_tokens, self.num_committed - bool(drawn))
+
+    def grow(self, proposal: Proposal, first_row: int, num_children: int) -> None:
+        """Has a tree of a drafter's computed, and what may follow its rows from this one on sampled: one step."""
+        self.proposal, self.first_row, self.num_children = proposal, first_row, num_children
+        self.num_steps, self.draws_on = 1, False
+
+    def _take_path(self, token_ids: Tokens[int]) -> list[int]:
+        """Gives a drafter's tree up; the rows of those of its tokens that are computed and agree with what was
+        committed behind it, but for the last."""
+        tree, num_computed = self.proposal, self.num_computed_tokens - len(self.token_ids)
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids))
+        self.proposal, self.first_row, self.num_children = EMPTY_PROPOSAL, 0, 0
+        path = [0]
+        rows = {
+            (parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True), 1)
+        }
+        for token in token_ids[:-1]:
+            row = rows.get((path[-1], token))
+            if row is None or row > num_computed:
+                break
+            path.append(row)
+        return path[1:]
 
     def _until_finish(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         room = self.params.max_tokens - (len(self.token_ids) - self.num_prompt_tokens)

@@ -52,11 +52,16 @@ def gumbel_noise(
 
 
 def coupled_tokens(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-    """Each row's token [R] int64: argmax(logprobs + noise), for greedy sequences argmax(logprobs).
+    """Each row's token [R] int64: where its coupled score is largest. Raises as `coupled_scores`."""
+    return argmax(coupled_scores(logprobs, rows))
+
+
+def coupled_scores(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """logprobs + noise [R, V] float32, of whose rows the largest is drawn; for greedy sequences `logprobs`.
 
     `logprobs` [R, V] as `sampling_logprobs` gives them. Adding Gumbel noise makes the argmax a draw from
     the distribution (Gumbel 1954; Maddison et al. 2014), and drawing with the same noise from two similar
-    distributions mostly gives the same token. Row j's noise is that of position len(token_ids) + j.
+    distributions mostly gives the same token. A row's noise is that of the position which it predicts.
     Raises ValueError for a sampled sequence that has no seed.
     """
     seeded: list[int] = []
@@ -72,14 +77,14 @@ def coupled_tokens(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
             seeded.extend(range(first_row, first_row + num_rows))
             seeds.extend([params.seed] * num_rows)
             indices.extend([params.sequence_index] * num_rows)
-            positions.extend(range(len(sequence.token_ids), len(sequence.token_ids) + num_rows))
+            positions.extend(len(sequence.token_ids) + depth for depth in sequence.depths)
         first_row += num_rows
     if not seeded:
-        return argmax(logprobs)
+        return logprobs
     noise = gumbel_noise(seeds, indices, positions, logprobs.shape[1], logprobs.device)
     if len(seeded) == first_row:
-        return argmax(logprobs + noise)
-    return argmax(logprobs.index_add(0, torch.tensor(seeded, device=logprobs.device), noise))
+        return logprobs + noise
+    return logprobs.index_add(0, torch.tensor(seeded, device=logprobs.device), noise)
 
 
 def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:

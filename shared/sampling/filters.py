@@ -66,8 +66,8 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     """Applies penalties, logit bias and min_tokens to every row as if tokens had come one by one.
 
     `logits` [R, V] of any float dtype, R the sum of `num_rows`; returns [R, V] float32, which is `logits`
-    itself if it is float32 and nothing applies, and never writes to `logits`. Row j of a sequence has the
-    draft tokens before it in its history. In this order:
+    itself if it is float32 and nothing applies, and never writes to `logits`. A row has the draft tokens of
+    its lineage in its history. In this order:
 
     - repetition penalty r (Keskar et al. 2019, as in transformers): logits of tokens in prompt or output
       are divided by r if positive, else multiplied;
@@ -90,9 +90,9 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
             bias_ids = array("q", params.logit_bias.keys())
             bias_values = array("f", params.logit_bias.values())
             stop_ids = array("q", sorted(params.stop_token_ids))
-            for j in range(sequence.num_rows):
+            for j, depth in enumerate(sequence.depths):
                 biased.add(first_row + j, bias_ids, bias_values)
-                if len(sequence.token_ids) + j - sequence.num_prompt_tokens < params.min_tokens:
+                if len(sequence.token_ids) + depth - sequence.num_prompt_tokens < params.min_tokens:
                     stopped.add_all(first_row + j, stop_ids, -math.inf)
         first_row += sequence.num_rows
 
@@ -141,8 +141,8 @@ def _penalties(sequence: SampleRows, first_row: int, vocab_size: int) -> _Penalt
     output_counts = torch.zeros(num_rows, len(ids), dtype=torch.int64)
     output_counts[:, :num_known] = _int64(counts.output_counts)
     if draft:
-        # Draft token i is in the history of the rows behind it.
-        drafted = [(row, slot) for i, slot in enumerate(draft_slots) for row in range(i + 1, num_rows)]
+        lineage = sequence.proposal.lineage
+        drafted = [(row, draft_slots[i]) for row in range(num_rows) for i in lineage(sequence.first_row + row)]
         output_counts.index_put_(tuple(torch.tensor(drafted).T), torch.tensor(1), accumulate=True)
     # Ids beyond the vocabulary are dropped: a draft model's may be smaller than the target's.
     inside = ids < vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -13,15 +14,53 @@ class Proposal:
     i was drawn from the `candidate_counts[i]` (id, probability) pairs that stand, positions one after
     another, in `candidate_ids` (little-endian uint32) and `candidate_probs` (little-endian float32);
     each position's probabilities sum to 1 and include the drawn token.
+
+    A sequence that is verified has a row of logits for its last committed token, row 0, and one for each draft token:
+    row i + 1 is that of token i. In a token tree token i follows that of row `parents[i]`, which is i at most; without
+    `parents` each follows the one before.
     """
 
     token_ids: tuple[int, ...] = ()
     candidate_counts: tuple[int, ...] = ()
     candidate_ids: bytes = b""
     candidate_probs: bytes = b""
+    parents: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def depths(self) -> Sequence[int]:
+        """Of each row, how many draft tokens come before what it predicts: 0 for row 0."""
+        return depths_of(self.parents) if self.parents else range(len(self.token_ids) + 1)
+
+    def lineage(self, row: int) -> list[int]:
+        """The draft tokens up to and including that of this row, first to last; none for row 0."""
+        if not self.parents:
+            return list(range(row))
+        line = []
+        while row > 0:
+            line.append(row - 1)
+            row = self.parents[row - 1]
+        return line[::-1]
+
+    def following(self, accepted: Sequence[int]) -> list[int]:
+        """The draft tokens that were to come behind these, which begin a line: of a chain all others, of a tree those
+        that might have been the next."""
+        if not self.parents:
+            return list(self.token_ids[len(accepted) :])
+        row = 0
+        for token in accepted:
+            row = next(i for i, each in enumerate(self.token_ids, 1) if (self.parents[i - 1], each) == (row, token))
+        return [token for parent, token in zip(self.parents, self.token_ids, strict=True) if parent == row]
+
 
 EMPTY_PROPOSAL = Proposal()
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Of each row of a tree how far it is from row 0."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths

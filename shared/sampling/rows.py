@@ -14,10 +14,11 @@ from shared.sampling.token_counts import TokenCounts
 class SampleRows:
     """The rows of one sequence in a step's packed logits `[total_rows, vocab_size]`.
 
-    Sequences follow one another; this one has `num_rows` = 1 + len(proposal) consecutive rows, and row j
-    predicts the token at position len(token_ids) + j, given `token_ids + proposal.token_ids[:j]`.
+    Sequences follow one another; this one has `num_rows` = 1 + len(proposal) consecutive rows, and row j predicts the
+    token at position len(token_ids) + proposal.depths[j], given `token_ids` and the row's lineage in the proposal.
     The first `num_prompt_tokens` of `token_ids` are the prompt, the rest is output. `token_counts` counts
-    `token_ids`, for penalties; without it they are counted when needed.
+    `token_ids`, for penalties; without it they are counted when needed. Of a tree that a drafter grows there are only
+    the rows from `first_row` on, and each is to have the `num_children` likeliest tokens that may follow.
     """
 
     params: SamplingParams
@@ -25,7 +26,14 @@ class SampleRows:
     num_prompt_tokens: int
     proposal: Proposal = EMPTY_PROPOSAL
     token_counts: TokenCounts | None = None
+    first_row: int = 0
+    num_children: int = 0
 
     @property
     def num_rows(self) -> int:
-        return 1 + len(self.proposal)
+        return 1 + len(self.proposal) - self.first_row
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """Of each row, how many draft tokens come before what it predicts."""
+        return self.proposal.depths[self.first_row :]

@@ -22,14 +22,25 @@ class Candidates(NamedTuple):
     probs: bytes
 
 
+class Child(NamedTuple):
+    """A token that may come next in a tree, and how likely it is, given what comes before it: a natural logarithm."""
+
+    token_id: int
+    logprob: float
+
+
 class SampledTokens(NamedTuple):
     """New tokens of one sequence: `num_accepted` draft tokens, then one drawn now.
 
     `logprobs` has an entry for each token where the request asks for them; `candidates` is set when
-    a drafter draws for rejection sampling.
+    a drafter draws for rejection sampling. `path`: of a token tree the rows of the accepted draft tokens; empty where
+    they are a chain's first ones. `children`: what may follow each row of a tree that a drafter grows, likeliest first,
+    in place of any token.
     """
 
     token_ids: tuple[int, ...]
     num_accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     candidates: Candidates | None = None
+    path: tuple[int, ...] = ()
+    children: tuple[tuple[Child, ...], ...] = ()

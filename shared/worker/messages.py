@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.v1 import inference_pb2, worker_pb2
 
 from shared.sampling.params import SamplingParams
@@ -47,14 +49,17 @@ def params_from_proto(message: worker_pb2.SequenceParams) -> SamplingParams:
     )
 
 
-def proposal_to_proto(token_ids: list[int], candidates: list[Candidates | None]) -> worker_pb2.Proposal:
-    """Draft tokens, and the distributions they were drawn from where there are any."""
+def proposal_to_proto(
+    token_ids: list[int], candidates: list[Candidates | None], parents: Sequence[int] = ()
+) -> worker_pb2.Proposal:
+    """Draft tokens, the distributions they were drawn from where there are any, and of a tree what each follows."""
     drawn_from = [entry for entry in candidates if entry is not None]
     return worker_pb2.Proposal(
         token_ids=token_ids,
         candidate_counts=[entry.num_entries for entry in drawn_from],
         candidate_ids=b"".join(entry.ids for entry in drawn_from),
         candidate_probs=b"".join(entry.probs for entry in drawn_from),
+        parents=parents,
     )
 
 
@@ -62,7 +67,11 @@ def proposal_from_proto(message: worker_pb2.Proposal) -> Proposal:
     if not message.token_ids:
         return EMPTY_PROPOSAL
     return Proposal(
-        tuple(message.token_ids), tuple(message.candidate_counts), message.candidate_ids, message.candidate_probs
+        tuple(message.token_ids),
+        tuple(message.candidate_counts),
+        message.candidate_ids,
+        message.candidate_probs,
+        tuple(message.parents),
     )
 
 

@@ -64,8 +64,11 @@ async def inference(stack: Stack) -> AsyncIterator[inference_pb2_grpc.InferenceA
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
-def request(prompt: str | Sequence[int], *, gamma: int | None = None, **fields: Any) -> inference_pb2.GenerateRequest:
-    """A request for a text or for token ids; `gamma` None is adaptive, `fields` are GenerateRequest's own."""
+def request(
+    prompt: str | Sequence[int], *, gamma: int | None = None, num_nodes: int | None = None, **fields: Any
+) -> inference_pb2.GenerateRequest:
+    """A request for a text or for token ids; `gamma` None is adaptive, with `num_nodes` it drafts trees, `fields` are
+    GenerateRequest's own."""
     made = inference_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):
         made.text = prompt
@@ -73,10 +76,14 @@ def request(prompt: str | Sequence[int], *, gamma: int | None = None, **fields: 
         made.token_ids.ids.extend(prompt)
     if gamma is not None:
         made.speculation.num_draft_tokens = gamma
+    if num_nodes is not None:
+        made.speculation.num_nodes = num_nodes
     return made
 
 
-async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None) -> Generated:
+async def collect(
+    call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None, in_trees: bool = False
+) -> Generated:
     """Reads a stream to its end, and holds it to the protocol: nothing behind a sequence's finish reason, a true
     usage (`check_usage`) on the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call
     does."""
@@ -99,7 +106,7 @@ async def collect(call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk:
     assert all(output.finish_reason for output in outputs.values())
     generated = Generated([outputs[index] for index in sorted(outputs)], usage)
     shown = [token for output in generated.outputs for token in output.draft_tokens]
-    check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown)
+    check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown, in_trees)
     return generated
 
 
@@ -108,13 +115,15 @@ async def generate(
     prompt: str | Sequence[int],
     *,
     gamma: int | None = None,
+    num_nodes: int | None = None,
     api_key: str | None = None,
     on_chunk: OnChunk | None = None,
     **fields: Any,
 ) -> Generated:
     """Sends a `request`, as the tenant of `api_key` if there is one, and returns the whole answer."""
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else None
-    return await collect(stub.Generate(request(prompt, gamma=gamma, **fields), metadata=metadata), on_chunk)
+    call = stub.Generate(request(prompt, gamma=gamma, num_nodes=num_nodes, **fields), metadata=metadata)
+    return await collect(call, on_chunk, in_trees=num_nodes is not None)
 
 
 async def worker_state(stack: Stack, name: str) -> worker_pb2.WorkerState:

@@ -73,11 +73,30 @@ def test_a_single_key_that_is_not_looked_at_is_seen(instruction_set: str, monkey
     right = NativeStep.attend
 
     def attend(step: NativeStep, *arguments: Any) -> Any:
-        pool, indices = step._kept
-        tables = indices[4 * 2 :]
+        pool, indices, _ = step._kept
+        tables = indices[4 * 3 :]
         pool.data[int(tables[512 // 16]), 0, :, 512 % 16] = 0
         return right(step, *arguments)
 
     monkeypatch.setattr(NativeStep, "attend", attend)
     with pytest.raises(StartupError, match="over 1100 positions"):
         check(instruction_set, PLAIN)
+
+
+@pytest.mark.parametrize("way", ["plain", "short window", "soft cap"])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_token_of_a_tree_that_sees_another_line_is_seen(
+    instruction_set: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = NativeStep.attend
+
+    def attend(step: NativeStep, *arguments: Any) -> Any:
+        trees = step._kept[2]
+        assert trees is not None
+        # Both follow a token of the same depth.
+        trees.parents[[4, 7]] = trees.parents[[7, 4]]
+        return right(step, *arguments)
+
+    monkeypatch.setattr(NativeStep, "attend", attend)
+    with pytest.raises(StartupError, match="attend otherwise"):
+        check(instruction_set, WAYS[way])

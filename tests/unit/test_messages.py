@@ -101,3 +101,10 @@ def test_logprobs() -> None:
 def test_it_imports_no_torch() -> None:
     code = "import sys, shared.worker.messages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_a_tree_comes_through() -> None:
+    sent = proposal_to_proto([7, 8, 9], [], (0, 0, 2))
+    received = proposal_from_proto(worker_pb2.Proposal.FromString(sent.SerializeToString()))
+    assert received == Proposal((7, 8, 9), parents=(0, 0, 2))
+    assert proposal_from_proto(worker_pb2.Proposal(parents=[0, 1])) == EMPTY_PROPOSAL

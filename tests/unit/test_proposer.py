@@ -77,7 +77,7 @@ def test_the_draft_vocabulary_may_be_the_smaller_one() -> None:
 
 
 def test_another_number_of_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="logits has 4 rows for 1 sequences"):
+    with pytest.raises(ValueError, match="logits has 4 rows where the sequences have 1"):
         draw(LOGITS, rows(GREEDY))
 
 

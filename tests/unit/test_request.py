@@ -68,6 +68,7 @@ def test_an_omitted_field_gets_its_documented_default(tokenizer: TextTokenizer) 
         stop_strings=(),
         speculation_enabled=True,
         num_draft_tokens=None,
+        num_nodes=0,
         include_usage=True,
         include_draft_tokens=False,
     )
@@ -301,3 +302,28 @@ def test_a_field_this_version_does_not_know(tokenizer: TextTokenizer, payload: b
     with pytest.raises(InvalidArgument) as caught:
         parse_generate(pb.GenerateRequest.FromString(payload), tokenizer, _LIMITS)
     assert str(caught.value).startswith(error)
+
+
+def test_who_asks_for_trees_without_a_seed_gets_one(tokenizer: TextTokenizer) -> None:
+    trees = pb.Speculation(num_draft_tokens=3, num_nodes=10)
+    first, second = (parse_generate(_request(speculation=trees), tokenizer, _LIMITS) for _ in range(2))
+    assert first.num_nodes == second.num_nodes == 10
+    assert first.params[0].seed is not None
+    assert first.params[0].seed != second.params[0].seed
+    assert parse_generate(_request(speculation=trees, seed=7), tokenizer, _LIMITS).params[0].seed == 7
+    assert parse_generate(_request(speculation=trees, temperature=0.0), tokenizer, _LIMITS).params[0].seed is None
+    assert parse_generate(_request(), tokenizer, _LIMITS).params[0].seed is None
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        (pb.Speculation(num_nodes=10), "speculation.num_nodes is 10: must be absent, or num_draft_tokens given"),
+        (pb.Speculation(num_draft_tokens=0, num_nodes=10), "speculation.num_nodes is 10: must be absent"),
+        (pb.Speculation(num_draft_tokens=3, num_nodes=3), r"speculation.num_nodes is 3: must be in \[4, 64\]"),
+        (pb.Speculation(num_draft_tokens=3, num_nodes=65), r"speculation.num_nodes is 65: must be in \[4, 64\]"),
+    ],
+)
+def test_what_is_no_trees_size_is_refused(speculation: pb.Speculation, message: str, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        parse_generate(_request(speculation=speculation), tokenizer, _LIMITS)

@@ -41,7 +41,7 @@ def test_rounds_are_counted_by_position() -> None:
     usage = meter(recorder)
     rounds = [(3, 3), (3, 0), (1, 1), (5, 2), (2, 1)]
     for drafted, accepted in rounds:
-        usage.round_verified(drafted, accepted, accepted)
+        usage.round_verified(drafted, accepted, accepted, drafted)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (5, 14, 7)
     assert [(entry.drafted, entry.accepted) for entry in told.acceptance_by_position] == [
@@ -58,8 +58,8 @@ def test_rounds_are_counted_by_position() -> None:
 def test_the_client_is_told_what_was_kept_and_the_metrics_what_was_accepted() -> None:
     recorder = Recorder()
     usage = meter(recorder)
-    usage.round_verified(4, 3, 3)
-    usage.round_verified(4, 4, 1)
+    usage.round_verified(4, 3, 3, 4)
+    usage.round_verified(4, 4, 1, 4)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (2, 8, 4)
     assert [entry.drafted for entry in told.acceptance_by_position] == [2, 2, 2, 2]

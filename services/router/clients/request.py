@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ _MAX_STOP_TOKEN_IDS = 64
 _MAX_CHAT_MESSAGES = 4096
 _MAX_SEQUENCES = 16
 _MAX_DRAFT_TOKENS = 16
+_MAX_NODES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class ModelLimits:
 class GenerateOptions:
     """A valid GenerateRequest. `params` has one entry per sequence, alike but for its `sequence_index`.
 
-    `num_draft_tokens` None: adaptive.
+    `num_draft_tokens` None: adaptive; `num_nodes`: of the trees that so many steps find, 0 where chains are drafted.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,6 +53,7 @@ class GenerateOptions:
     stop_strings: tuple[str, ...]
     speculation_enabled: bool
     num_draft_tokens: int | None
+    num_nodes: int
     include_usage: bool
     include_draft_tokens: bool
 
@@ -64,6 +67,7 @@ class CheckedRequest:
     params: SamplingParams
     stop_strings: tuple[str, ...]
     num_draft_tokens: int | None
+    num_nodes: int
 
 
 def check_generate(
@@ -82,9 +86,13 @@ def check_generate(
     num_draft_tokens = speculation.num_draft_tokens if speculation.HasField("num_draft_tokens") else None
     if num_draft_tokens is not None:
         check_range("speculation.num_draft_tokens", num_draft_tokens, 0, _MAX_DRAFT_TOKENS)
+    num_nodes = _num_nodes(speculation, num_draft_tokens)
     params = _sampling_params(request, limits)
+    if num_nodes and not params.coupled:
+        # Trees are verified by the target's own draws, which drafters foresee by a seed.
+        params = replace(params, seed=secrets.randbits(64))
     _check_prompt(request, tokenizer, limits)
-    return CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens)
+    return CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens, num_nodes)
 
 
 def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits: ModelLimits) -> GenerateOptions:
@@ -101,6 +109,7 @@ def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits:
         stop_strings=checked.stop_strings,
         speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
         num_draft_tokens=checked.num_draft_tokens,
+        num_nodes=checked.num_nodes,
         include_usage=request.include_usage if request.HasField("include_usage") else True,
         include_draft_tokens=request.include_draft_tokens,
     )
@@ -129,6 +138,20 @@ def parse_tokenize(
     """
     check_tokenize(request, tokenizer, limits)
     return _tokenize(request, tokenizer)
+
+
+def _num_nodes(speculation: inference_pb2.Speculation, num_draft_tokens: int | None) -> int:
+    """Of each tree; 0: none are asked for."""
+    if not speculation.HasField("num_nodes"):
+        return 0
+    if not num_draft_tokens:
+        raise InvalidArgument(
+            "speculation.num_nodes",
+            speculation.num_nodes,
+            "absent, or num_draft_tokens given: the steps it is found in",
+        )
+    check_range("speculation.num_nodes", speculation.num_nodes, num_draft_tokens + 1, _MAX_NODES)
+    return speculation.num_nodes
 
 
 def _check_prompt_size(

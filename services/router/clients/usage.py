@@ -58,17 +58,18 @@ class UsageMeter:
         self.spend(num_tokens)
         self._num_output_tokens[sequence_index] = self._num_output_tokens.get(sequence_index, 0) + num_tokens
 
-    def round_verified(self, num_draft_tokens: int, num_accepted: int, num_kept: int) -> None:
+    def round_verified(self, num_draft_tokens: int, num_accepted: int, num_kept: int, depth: int) -> None:
         """A round whose result was taken: the target accepted `num_accepted` draft tokens, of which the first
-        `num_kept` are output (a stop string may have ended it before the others). The client is told of those
+        `num_kept` are output (a stop string may have ended it before the others). `depth`: of them all, the most in a
+        line. The client is told of those
         kept; the metrics, which say how well the drafter guesses, of all."""
         usage = self._usage
         usage.rounds += 1
         usage.draft_tokens += num_draft_tokens
         usage.accepted_tokens += num_kept
-        while len(usage.acceptance_by_position) < num_draft_tokens:
+        while len(usage.acceptance_by_position) < depth:
             usage.acceptance_by_position.add()
-        for position in range(num_draft_tokens):
+        for position in range(depth):
             usage.acceptance_by_position[position].drafted += 1
             usage.acceptance_by_position[position].accepted += position < num_kept
         self._metrics.round_verified(num_draft_tokens, num_accepted)

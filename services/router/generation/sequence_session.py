@@ -16,8 +16,10 @@ from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import Pace
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import EMPTY_PROPOSAL
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
 from shared.telemetry.tracing import current_traceparent, traceparent
+from shared.worker.messages import proposal_from_proto
 
 if TYPE_CHECKING:
     from services.router.generation.session import Session
@@ -60,8 +62,8 @@ class SequenceSession:
         self._detokenizer = detokenizer
         self._token_ids = list(session.options.prompt_ids)
         self._num_rounds = 0
-        # Draft tokens of the latest round.
-        self._drafted: list[int] = []
+        # Of the latest round.
+        self._drafted = EMPTY_PROPOSAL
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         # One that never drafts says nothing of those that do.
         home = lane.link if passage is None else passage.destination
@@ -174,7 +176,8 @@ class SequenceSession:
         lane = self._lane
         with self._session.telemetry.span("round") as span:
             parent = traceparent(span)
-            proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent)
+            num_nodes = self._options.num_nodes
+            proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent, num_nodes)
             # Without a proposal it decodes plainly for a while before the drafter is asked again.
             lane.verify(len(self._token_ids), proposal, lane.link.num_ahead if proposal is None else 1, parent)
             entry = await lane.next()
@@ -189,8 +192,10 @@ class SequenceSession:
             )
         drafted = entry.result.num_draft_tokens
         if drafted:
+            self._drafted = EMPTY_PROPOSAL if proposal is None else proposal_from_proto(proposal)
+            if self._drafted.parents:
+                return entry  # which says nothing of chains
             self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
-            self._drafted = list(proposal.token_ids) if proposal is not None else []
             gamma = self._controller()
             # What it takes beside prompts that fill the steps says little of others.
             if gamma is not None and not situation.prefill_bound:
@@ -244,7 +249,8 @@ class SequenceSession:
         # What a stop string cut off is no output, and so not accepted.
         num_kept = min(result.num_accepted, len(tokens))
         if result.num_draft_tokens:
-            usage.round_verified(result.num_draft_tokens, result.num_accepted, num_kept)
+            depth = max(self._drafted.depths) if self._drafted.parents else result.num_draft_tokens
+            usage.round_verified(result.num_draft_tokens, result.num_accepted, num_kept, depth)
         chunk = inference_pb2.GenerateResponse(
             index=self._params.sequence_index,
             text=text,
@@ -266,13 +272,14 @@ class SequenceSession:
         """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
         if result.num_draft_tokens == 0:
             last = inference_pb2.TOKEN_ORIGIN_TARGET
-        elif result.num_accepted == result.num_draft_tokens:
+        elif not self._drafted.following(result.token_ids[: result.num_accepted]):
             last = inference_pb2.TOKEN_ORIGIN_BONUS
         else:
             last = inference_pb2.TOKEN_ORIGIN_RECOVERED
         shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[:num_kept]]
         if result.num_draft_tokens:
-            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in self._drafted[num_kept:]]
+            rejected = self._drafted.following(tokens[:num_kept])
+            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in rejected]
         shown += [(token, last) for token in tokens[num_kept:]]
         for token, origin in shown:
             chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)

@@ -106,14 +106,15 @@ class DraftLane:
             self._tell(token_ids, 0, traceparent)
 
     async def propose(
-        self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str
+        self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str, num_nodes: int = 0
     ) -> worker_pb2.Proposal | None:
-        """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or None."""
+        """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or with more `num_nodes` than
+        these a tree of so many; or None."""
         for _ in range(2):  # the second time with all tokens, if the drafter had forgotten the sequence
             self._take_late_answer()
             if not self.available or not self._fits(token_ids):
                 return None
-            link = self._tell(token_ids, num_draft_tokens, traceparent)
+            link = self._tell(token_ids, num_draft_tokens, traceparent, num_nodes)
             num_unseen = len(token_ids) - self._num_computed
             ask = self._ask = link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
             await asyncio.wait([ask.answer], timeout=ask.due - time.monotonic())
@@ -148,7 +149,7 @@ class DraftLane:
         self._outgrown = info is not None and len(token_ids) >= info.max_context
         return not self._outgrown
 
-    def _tell(self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str) -> DraftLink:
+    def _tell(self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str, num_nodes: int = 0) -> DraftLink:
         link, told = self.link, self.num_told
         assert link is not None
         if told == 0:
@@ -162,6 +163,7 @@ class DraftLane:
             token_ids=token_ids[told:],
             num_draft_tokens=num_draft_tokens,
             traceparent=traceparent,
+            num_nodes=num_nodes,
         )
         if told == 0:
             propose.params.CopyFrom(params_to_proto(self._params))

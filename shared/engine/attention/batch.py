@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from shared.engine.attention.grouping import Indices, group_sequences
+from shared.engine.attention.trees import Trees
 from shared.engine.kv_pool import KVPool
 from shared.engine.native.library import Library
 from shared.engine.native.step import NativeStep
+from shared.sampling.proposal import Proposal
 
 # Pairs of query and position whose masks a step keeps from layer to layer; the others are made anew in each.
 # A chunk of 512 tokens over 16k of context is kept: 64 MiB, in bf16 with four query heads to a KV head.
@@ -50,13 +52,31 @@ class GatheredKV:
 
 
 @dataclass
+class TreeColumns:
+    """What the queries of a tree see of it, in a group of sequences.
+
+    `row`: of its sequence in the group; `first`: where its `size` tokens lie, one behind the other. `queries` and
+    `seen`: pairs of a query and a token of the tree that it sees, itself included; `distances`: how far these are apart
+    in the text.
+    """
+
+    row: int
+    first: int
+    size: int
+    queries: Tensor
+    seen: Tensor
+    distances: Tensor
+
+
+@dataclass
 class AttentionGroup:
     """Sequences of one step that attend together, padded to their longest query and context.
 
     `query_index`: `[B, Q]` positions in the packed batch (padding repeats the sequence's last token).
     `output_index`: `[T']` positions in the flattened `[B, Q]` of the group's own tokens, packed order.
     `token_index`: `[T']` where those stand in the packed batch; None if the group is the whole batch.
-    `query_positions`: `[B, Q]` positions within the sequences, the first of them `starts`.
+    `query_positions`: `[B, Q]` positions within the sequences, the first of them `starts`; `trees`: of those that have
+    one, whose positions are not where its tokens lie.
     `blocks`: `[B, N]` the sequences' blocks (padding repeats the last).
     """
 
@@ -69,6 +89,7 @@ class AttentionGroup:
     blocks: Indices
     padded: bool
     keeps_masks: bool
+    trees: list[TreeColumns]
     _kv: dict[int | None, GatheredKV] = field(default_factory=dict)
     _masks: dict[tuple[int | None, int, torch.dtype, int, int], Tensor] = field(default_factory=dict)
 
@@ -104,7 +125,8 @@ class AttentionGroup:
         """Additive mask `[B, 1, num_query_groups * (last - first), N * block_size]` of queries first to last - 1
         over `kv(sliding_window)`: 0 where a query may look, else -inf.
 
-        Causal; with a sliding window of w, a query at position p sees p - w < position <= p. Layers share it.
+        Causal; with a sliding window of w, a query at position p sees p - w < position <= p; of a tree its own line of
+        ancestors. Layers share it.
         """
         key = (sliding_window, num_query_groups, dtype, first, last)
         mask = self._masks.get(key)
@@ -114,6 +136,15 @@ class AttentionGroup:
             hidden = positions > query
             if sliding_window is not None:
                 hidden |= positions <= query - sliding_window
+            for tree in self.trees:
+                # Gathered are successive positions, from a block's first one on.
+                column = tree.first - int(positions[tree.row if len(positions) > 1 else 0, 0, 0])
+                own = hidden[tree.row, :, column : column + tree.size]
+                own.fill_(True)
+                near = (tree.queries >= first) & (tree.queries < last)
+                if sliding_window is not None:
+                    near &= tree.distances < sliding_window
+                own[tree.queries[near] - first, tree.seen[near]] = False
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             mask = mask.repeat(1, num_query_groups, 1).unsqueeze(1)
             if self.keeps_masks:
@@ -136,6 +167,7 @@ class AttentionBatch:
     num_positions: int
     indices: Indices
     kernels: Library | None = None
+    parents: Sequence[Sequence[int]] | None = None
 
     @classmethod
     def build(
@@ -145,8 +177,10 @@ class AttentionBatch:
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kernels: Library | None = None,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> AttentionBatch:
-        """Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another."""
+        """Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another. With `parents`
+        its last `len(parents[i])` tokens, whenever they were computed, are a tree (see `Proposal.parents`)."""
         ends = list(map(add, starts, lengths))
         num_blocks = [-(-end // pool.block_size) for end in ends]
         # One array, as every small one costs a step of few sequences as much.
@@ -154,7 +188,7 @@ class AttentionBatch:
         # All block tables one behind the other: padded to a rectangle, one long one would make it huge.
         for table, count in zip(block_tables, num_blocks, strict=True):
             indices += table[:count]
-        return cls(pool, len(ends), sum(lengths), max(ends), np.array(indices, dtype=np.int64), kernels)
+        return cls(pool, len(ends), sum(lengths), max(ends), np.array(indices, dtype=np.int64), kernels, parents)
 
     @cached_property
     def native(self) -> NativeStep | None:
@@ -162,8 +196,15 @@ class AttentionBatch:
         if self.kernels is None:
             return None
         return NativeStep(
-            self.kernels, self.pool, self.num_sequences, self.num_tokens, self.num_positions, self.indices
+            self.kernels, self.pool, self.num_sequences, self.num_tokens, self.num_positions, self.indices, self.trees
         )
+
+    @cached_property
+    def trees(self) -> Trees | None:
+        """None where there are none in this step."""
+        if self.parents is None or not any(self.parents):
+            return None
+        return Trees.build(self.slots, self.starts + self.lengths, self.lengths, self.packed_starts, self.parents)
 
     @property
     def starts(self) -> Indices:
@@ -186,23 +227,29 @@ class AttentionBatch:
         return self.indices[4 * self.num_sequences :]
 
     @cached_property
+    def slots(self) -> Indices:
+        """Where each packed token's KV lies among its sequence's blocks: at its position, but in trees."""
+        return np.arange(self.num_tokens) - np.repeat(self.packed_starts - self.starts, self.lengths)
+
+    @property
     def positions(self) -> Indices:
         """Of each packed token in its sequence."""
-        return np.arange(self.num_tokens) - np.repeat(self.packed_starts - self.starts, self.lengths)
+        return self.slots if self.trees is None else self.trees.positions
 
     @cached_property
     def first_slots(self) -> Tensor:
         """Where each token's KV is written, see `KVPool.write`."""
-        pool, positions = self.pool, self.positions
+        pool, slots = self.pool, self.slots
         sequence_of = np.repeat(np.arange(self.num_sequences), self.lengths)
-        blocks = torch.from_numpy(self.tables[self.table_starts[sequence_of] + positions // pool.block_size])
-        offsets = torch.from_numpy(positions % pool.block_size)
+        blocks = torch.from_numpy(self.tables[self.table_starts[sequence_of] + slots // pool.block_size])
+        offsets = torch.from_numpy(slots % pool.block_size)
         return pool.first_slots(blocks, offsets).to(pool.data.device)
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         pool, device = self.pool, self.pool.data.device
         start, length, packed_start = self.starts, self.lengths, self.packed_starts
+        positions = torch.from_numpy(self.positions).to(device)
         num_blocks = -(-(start + length) // pool.block_size)
         limits = _CPU_LIMITS if device.type == "cpu" else _LIMITS
         pairs_left = _MAX_KEPT_PAIRS
@@ -221,22 +268,44 @@ class AttentionBatch:
             num_pairs = query_index.size * width * pool.block_size
             keeps_masks = num_pairs <= pairs_left
             pairs_left -= num_pairs if keeps_masks else 0
+            packed = torch.from_numpy(query_index).to(device)
             groups.append(
                 AttentionGroup(
                     pool=pool,
-                    query_index=torch.from_numpy(query_index).to(device),
+                    query_index=packed,
                     output_index=torch.from_numpy(np.flatnonzero(own)).to(device),
                     token_index=None
                     if len(rows) == self.num_sequences
                     else torch.from_numpy(query_index[own]).to(device),
-                    query_positions=torch.from_numpy(start[rows, None] + column).to(device),
+                    query_positions=positions[packed],
                     starts=start[rows],
                     blocks=self.tables[self.table_starts[rows, None] + block_column],
                     padded=not own.all(),
                     keeps_masks=keeps_masks,
+                    trees=self._tree_columns(rows, longest),
                 )
             )
         return groups
+
+    def _tree_columns(self, rows: Indices, num_queries: int) -> list[TreeColumns]:
+        """Those of the sequences `rows`, which attend together, each padded to so many queries by its last."""
+        if self.trees is None or self.parents is None:
+            return []
+        found, device = [], self.pool.data.device
+        for row, sequence in enumerate(rows):
+            tree = Proposal((0,) * len(self.parents[sequence]), parents=tuple(self.parents[sequence]))
+            if not tree:
+                continue
+            start, length = int(self.starts[sequence]), int(self.lengths[sequence])
+            root = start + length - len(tree) - 1
+            pairs = [
+                (query, node, distance)
+                for query in range(max(0, root - start + 1), num_queries)
+                for distance, node in enumerate(reversed(tree.lineage(start + min(query, length - 1) - root)))
+            ]
+            queries, seen, distances = torch.tensor(pairs, device=device).T
+            found.append(TreeColumns(row, root + 1, len(tree), queries, seen, distances))
+        return found
 
 
 def _firsts(counts: Sequence[int]) -> list[int]:

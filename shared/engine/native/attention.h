@@ -27,10 +27,22 @@ struct Pool {
 };
 
 // A step's sequences: `lengths` new tokens each from position `starts` on, packed one after another from
-// `first_tokens` on; the blocks of sequence i begin at `tables[first_blocks[i]]`.
+// `first_tokens` on; the blocks of sequence i begin at `tables[first_blocks[i]]`. Where some have token trees (else these
+// are null) the tree of sequence i lies from `tree_starts[i]` on, one token behind the other, of which the first follows
+// the one that lies at `parents[first_parents[i]]`, the next `parents[first_parents[i] + 1]`, and so on; packed token t
+// stands at `positions[t]` of its text.
 struct Batch {
     int64_t num_sequences, num_tokens;
     const int64_t *starts, *lengths, *first_tokens, *first_blocks, *tables;
+    const int64_t *positions, *tree_starts, *first_parents, *parents;
+
+    // Where a token's key and value lie: at its position, but in trees.
+    int64_t slot(int64_t sequence, int64_t token) const { return starts[sequence] + token - first_tokens[sequence]; }
+    int64_t position(int64_t sequence, int64_t token) const { return positions ? positions[token] : slot(sequence, token); }
+    int64_t tree_start(int64_t sequence) const { return tree_starts ? tree_starts[sequence] : INT64_MAX; }
+    int64_t parent(int64_t sequence, int64_t slot) const {
+        return parents[first_parents[sequence] + slot - tree_starts[sequence]];
+    }
 };
 
 // How one layer attends. `window` 0: all; `softcap` 0: none; `sinks` [num_heads] or null.
@@ -83,6 +95,18 @@ template <class T> static inline void turn8(const T *keys, int64_t stride, int d
         }
 }
 
+// One position's key to a column of a panel, and its value to its share of the units of all panels.
+template <class T> static inline void turn1(const T *key, int dim, uint32_t *to) {
+    for (int u = 0; u * UNIT<T> < dim; u++) {
+        const T *at = key + u * UNIT<T>;
+        if constexpr (UNIT<T> == 1) to[u * PANEL] = unit_of(*at);
+        else to[u * PANEL] = unit_of(at[0], (u + 1) * UNIT<T> <= dim ? at[1] : 0);
+    }
+}
+template <class T> static inline void take_value(const T *value, int dim, int share, uint32_t *to, int64_t panel) {
+    for (int d = 0; d < dim; d++) reinterpret_cast<T *>(to + d / PANEL * panel + d % PANEL)[share] = value[d];
+}
+
 // What some rows have seen so far: the largest score, the sum of e^(score - largest), and the values weighted so.
 struct Seen {
     float *largest, *total, *values;  // [rows], [rows], [rows, width]
@@ -101,6 +125,21 @@ struct Task {
 
     int rows_each(int fold) const { return int(last_query - first_query) * fold; }
     int rows(int fold) const { return rows_each(fold) * int(last_head - first_head); }
+};
+
+// The first and the last position in their text of queries `first_query` to `last_query` - 1 of a sequence.
+struct Reach {
+    int64_t first, last;
+
+    Reach(const Batch &batch, int64_t sequence, int64_t first_query, int64_t last_query) {
+        int64_t token = batch.first_tokens[sequence];
+        first = batch.position(sequence, token + first_query), last = batch.position(sequence, token + last_query - 1);
+        if (last < batch.tree_start(sequence)) return;
+        for (int64_t q = first_query; q < last_query; q++) {
+            int64_t position = batch.position(sequence, token + q);
+            first = position < first ? position : first, last = position > last ? position : last;
+        }
+    }
 };
 
 // A task whose chunks are tasks of their own: who ends last merges what they saw, kept from `memory` on.
@@ -208,23 +247,39 @@ static inline void take_values(const float *first, const float *, int dim, int w
 
 // What of its sequence a task looks at, from the first position of its first tile on.
 static inline Stretch stretch_of(const Attention &how, const Batch &batch, const Task &task) {
-    int64_t position = batch.starts[task.sequence] + task.first_query;
-    int64_t first = how.window && position >= how.window ? (position - how.window + 1) / TILE * TILE : 0;
-    int64_t last = batch.starts[task.sequence] + task.last_query - 1;
+    Reach reach(batch, task.sequence, task.first_query, task.last_query);
+    int64_t first = how.window && reach.first >= how.window ? (reach.first - how.window + 1) / TILE * TILE : 0;
+    int64_t last = reach.last;
     return {batch.tables + batch.first_blocks[task.sequence],
             first > task.first_chunk * CHUNK ? first : task.first_chunk * CHUNK,
             last < task.last_chunk * CHUNK ? last : task.last_chunk * CHUNK - 1};
 }
 
-// What `rows` rows of one KV head see of a chunk, of which they look at `stretch`. Row r is query r / fold, the first of
-// them at `first_position`. `following`: what is looked at after this chunk's values.
+// What `rows` rows of one KV head see of a chunk, of which they look at `stretch`. Row r is query r / fold of the task.
+// `following`: what is looked at after this chunk's values.
 template <class T>
-static void attend_chunk(const Attention &how, const Pool &pool, const T *layer, Stretch stretch, int64_t kv_head,
-                         int rows, int fold, int64_t first_position, const typename TileMemory<T>::Row *queries,
-                         Next following, TileMemory<T> &memory, Seen seen, int width) {
+static void attend_chunk(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
+                         Stretch stretch, int64_t kv_head, int rows, int fold,
+                         const typename TileMemory<T>::Row *queries, Next following, TileMemory<T> &memory, Seen seen,
+                         int width) {
     using Memory = TileMemory<T>;
     int count = int(stretch.last + 1 - stretch.first);
-    RowBlocks blocks(rows);
+    int64_t first_token = batch.first_tokens[task.sequence] + task.first_query;
+    int64_t tree_start = batch.tree_start(task.sequence);
+    // Calls `of(first row, end of rows)` for all of them at once; in a tile that a tree reaches into for one query after
+    // another, `place(column, slot)` having put what belongs to its own line of ancestors into its columns.
+    auto by_rows = [&](int first, auto place, auto of) {
+        int64_t begin = stretch.first + first, end = begin + TILE <= stretch.last ? begin + TILE : stretch.last + 1;
+        if (end <= tree_start) return of(0, rows);
+        for (int row = 0; row < rows; row += fold) {
+            int64_t token = first_token + row / fold, slot = batch.slot(task.sequence, token);
+            for (int64_t at = batch.positions[token]; at >= tree_start && at >= begin; at--) {
+                if (at < end) place(int(at - begin), slot);
+                slot = batch.parent(task.sequence, slot);
+            }
+            of(row, row + fold);
+        }
+    };
     auto next_of = [&](int first, bool values) -> Next {
         if (first + TILE < count) return {{stretch.table, stretch.first + first + TILE, stretch.last}, kv_head, values};
         return values ? following : Next{stretch, kv_head, true};
@@ -238,18 +293,25 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
                 turn8(key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head), pool.position_stride,
                       pool.key_dim, memory.keys.data() + i);
         }
-        for (int64_t b = 0; b < blocks.count; b++)
-            multiply<Source::CACHE>(blocks.first(b + 1) - blocks.first(b),
-                                 queries + blocks.first(b) * memory.query_stride, memory.query_stride,
-                                 reinterpret_cast<const T *>(memory.keys.data()), num_units<T>(pool.key_dim),
-                                 memory.scores.data() + blocks.first(b) * Memory::SCORE_STRIDE + first,
-                                 Memory::SCORE_STRIDE);
+        auto place = [&](int column, int64_t slot) {
+            turn1(key_at(pool, layer, stretch.table, slot, kv_head), pool.key_dim, memory.keys.data() + column);
+        };
+        by_rows(first, place, [&](int begin, int end) {
+            RowBlocks blocks(end - begin);
+            for (int64_t b = 0; b < blocks.count; b++) {
+                int64_t row = begin + blocks.first(b);
+                multiply<Source::CACHE>(begin + blocks.first(b + 1) - row, queries + row * memory.query_stride,
+                                     memory.query_stride, reinterpret_cast<const T *>(memory.keys.data()),
+                                     num_units<T>(pool.key_dim),
+                                     memory.scores.data() + row * Memory::SCORE_STRIDE + first, Memory::SCORE_STRIDE);
+            }
+        });
     }
 
     for (int r = 0; r < rows; r++) {
         float *scores = memory.scores.data() + r * Memory::SCORE_STRIDE;
         auto *weights = memory.weights.data() + r * Memory::WEIGHT_STRIDE;
-        int64_t position = first_position + r / fold;
+        int64_t position = batch.position(task.sequence, first_token + r / fold);
         // Of the stretch, this row sees columns [from, to).
         int64_t to = position - stretch.first + 1, from = how.window ? to - how.window : 0;
         to = to > count ? count : to < 0 ? 0 : to;
@@ -286,20 +348,27 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
                 take_values(value, j + 1 < n ? value + pool.position_stride : nullptr, pool.value_dim, width,
                             memory.values.data() + j / UNIT<T> * PANEL, Memory::VALUE_PANEL);
         }
-        for (int64_t b = 0; b < blocks.count; b++)
-            for (int w = 0; w < width; w += PANEL) {
-                alignas(64) float tile[MOST_ROWS * PANEL];
-                multiply<Source::CACHE>(blocks.first(b + 1) - blocks.first(b),
-                                     memory.weights.data() + blocks.first(b) * Memory::WEIGHT_STRIDE + first,
-                                     Memory::WEIGHT_STRIDE,
-                                     reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),
-                                     num_units<T>(n), tile, PANEL);
-                for (int64_t r = blocks.first(b); r < blocks.first(b + 1); r++)
-                    for (int i = 0; i < PANEL; i += LANES) {
-                        float *place = seen.values + r * width + w + i;
-                        store(place, load(place) + load(tile + (r - blocks.first(b)) * PANEL + i));
-                    }
-            }
+        auto place = [&](int column, int64_t slot) {
+            take_value(key_at(pool, layer, stretch.table, slot, kv_head) + pool.value_offset, pool.value_dim,
+                       column % UNIT<T>, memory.values.data() + column / UNIT<T> * PANEL, Memory::VALUE_PANEL);
+        };
+        by_rows(first, place, [&](int begin, int end) {
+            RowBlocks blocks(end - begin);
+            for (int64_t b = 0; b < blocks.count; b++)
+                for (int w = 0; w < width; w += PANEL) {
+                    int64_t row = begin + blocks.first(b), end_row = begin + blocks.first(b + 1);
+                    alignas(64) float tile[MOST_ROWS * PANEL];
+                    multiply<Source::CACHE>(
+                        end_row - row, memory.weights.data() + row * Memory::WEIGHT_STRIDE + first, Memory::WEIGHT_STRIDE,
+                        reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),
+                        num_units<T>(n), tile, PANEL);
+                    for (int64_t r = row; r < end_row; r++)
+                        for (int i = 0; i < PANEL; i += LANES) {
+                            float *place = seen.values + r * width + w + i;
+                            store(place, load(place) + load(tile + (r - row) * PANEL + i));
+                        }
+                }
+        });
     }
 }
 
@@ -307,7 +376,6 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
 template <class T>
 static void attend_chunks(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
                           Next following, int fold, TileMemory<T> &memory, Seen seen, int width) {
-    int64_t first_position = batch.starts[task.sequence] + task.first_query;
     int rows = task.rows(fold), each = task.rows_each(fold);
     Stretch whole = stretch_of(how, batch, task), stretch = whole;
     begin(seen, rows, width);
@@ -319,7 +387,7 @@ static void attend_chunks(const Attention &how, const Pool &pool, const T *layer
             if (h + 1 < task.last_head) next = {stretch, h + 1, false};
             else if (chunk + 1 < task.last_chunk) next = {{whole.table, stretch.last + 1, whole.last}, task.first_head, false};
             int64_t row = (h - task.first_head) * each;
-            attend_chunk(how, pool, layer, stretch, h, each, fold, first_position,
+            attend_chunk(how, pool, layer, batch, task, stretch, h, each, fold,
                          memory.queries.data() + row * memory.query_stride, next, memory, Seen(fresh, row, width), width);
         }
         merge(seen, fresh, rows, width);
@@ -342,9 +410,10 @@ struct Plan {
         for (int64_t s = 0; s < batch.num_sequences; s++)
             for (int64_t q = 0; q < batch.lengths[s]; q += queries) {
                 int64_t last = q + queries < batch.lengths[s] ? q + queries : batch.lengths[s];
-                int64_t first_seen = window ? batch.starts[s] + q - window + 1 : 0;
+                Reach reach(batch, s, q, last);
+                int64_t first_seen = window ? reach.first - window + 1 : 0;
                 first_seen = first_seen > 0 ? first_seen : 0;
-                int64_t chunks = (batch.starts[s] + last - 1) / CHUNK + 1;
+                int64_t chunks = reach.last / CHUNK + 1;
                 whole.push_back({s, q, last, 0, all, first_seen / CHUNK, chunks, -1});
                 num_chunks += chunks - first_seen / CHUNK;
             }

@@ -63,7 +63,7 @@ static inline void place_head(float *x, const Decoder &model, const Layer &layer
 struct Activations {
     std::vector<float> stream, qkv, out, partial;
     std::vector<Input> input, wide_input;
-    std::vector<int64_t> sequence_of, position_of;
+    std::vector<int64_t> sequence_of;
 };
 
 // Called by every thread of a team. Rows of `stream`, normalised, into `inputs`.
@@ -126,14 +126,14 @@ static void run_layer(Team &team, const Decoder &model, int index, const Pool &p
     });
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < num_tokens; t++) {
-        const int64_t *table = batch.tables + batch.first_blocks[a.sequence_of[t]];
-        int64_t position = a.position_of[t];
+        int64_t sequence = a.sequence_of[t], slot = batch.slot(sequence, t), position = batch.position(sequence, t);
+        const int64_t *table = batch.tables + batch.first_blocks[sequence];
         float *heads = qkv + t * qkv_width, *keys = heads + num_heads * dim, *values = keys + kv_heads * dim;
         for (int h = 0; h < num_heads; h++) place_head(heads + h * dim, model, layer, layer.query_norm, position);
         for (int h = 0; h < kv_heads; h++) {
             place_head(keys + h * dim, model, layer, layer.key_norm, position);
-            write_kv<T>(pool, index, table, position, h, false, keys + h * dim);
-            write_kv<T>(pool, index, table, position, h, true, values + h * dim);
+            write_kv<T>(pool, index, table, slot, h, false, keys + h * dim);
+            write_kv<T>(pool, index, table, slot, h, true, values + h * dim);
         }
     }
     attend<T>(

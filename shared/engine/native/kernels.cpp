@@ -126,12 +126,8 @@ static void run_decoder(const Decoder &model, const Pool &pool, const Batch &bat
     grow(a.input, Inputs::size(num_tokens > num_rows ? num_tokens : num_rows, model.hidden));
     grow(a.wide_input, Inputs::size(num_tokens, model.mlp > attended ? model.mlp : attended));
     grow(a.sequence_of, num_tokens);
-    grow(a.position_of, num_tokens);
     for (int64_t s = 0; s < batch.num_sequences; s++)
-        for (int64_t i = 0; i < batch.lengths[s]; i++) {
-            a.sequence_of[batch.first_tokens[s] + i] = s;
-            a.position_of[batch.first_tokens[s] + i] = batch.starts[s] + i;
-        }
+        for (int64_t i = 0; i < batch.lengths[s]; i++) a.sequence_of[batch.first_tokens[s] + i] = s;
     std::vector<Taken> taken(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {

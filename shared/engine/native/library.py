@@ -52,6 +52,10 @@ class Batch(Structure):
         ("first_tokens", c_void_p),
         ("first_blocks", c_void_p),
         ("tables", c_void_p),
+        ("positions", c_void_p),
+        ("tree_starts", c_void_p),
+        ("first_parents", c_void_p),
+        ("parents", c_void_p),
     ]
 
 

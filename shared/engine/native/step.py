@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.attention.grouping import Indices
+from shared.engine.attention.trees import Trees
 from shared.engine.kv_pool import KVPool
 from shared.engine.native.library import Attention, Batch, Heads, Library
 
@@ -26,14 +27,19 @@ class NativeStep:
         num_tokens: int,
         num_positions: int,
         indices: Indices,
+        trees: Trees | None,
     ) -> None:
         self._library = library
         # The structures hold addresses: what they point to must live as long.
-        self._kept = (pool, indices)
+        self._kept = (pool, indices, trees)
         self.num_tokens = num_tokens
         self.num_positions = num_positions
         first, size = indices.ctypes.data, num_sequences * indices.itemsize
-        self.batch = Batch(num_sequences, num_tokens, *(first + i * size for i in range(_NUM_ARRAYS)))
+        arrays = [first + i * size for i in range(_NUM_ARRAYS)]
+        if trees is not None:
+            kept = (trees.positions, trees.starts, trees.first_parents, trees.parents)
+            arrays += [array.ctypes.data for array in kept]
+        self.batch = Batch(num_sequences, num_tokens, *arrays)
         self.pool = pool.described
 
     def attend(

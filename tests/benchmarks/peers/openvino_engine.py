@@ -15,9 +15,11 @@ import openvino
 import openvino_genai
 from answers import Generate, answer_lines
 
-
 # As its users have them: symmetric and per channel in 8 bits, of groups in 4.
-_QUANTIZED: dict[str, dict[str, Any]] = {"int8": {"bits": 8, "sym": True}, "int4": {"bits": 4, "sym": True, "group_size": 64}}
+_QUANTIZED: dict[str, dict[str, Any]] = {
+    "int8": {"bits": 8, "sym": True},
+    "int4": {"bits": 4, "sym": True, "group_size": 64},
+}
 
 
 def export(model: Path, exports: Path, quantize: str) -> Path:
