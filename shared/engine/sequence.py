@@ -165,7 +165,8 @@ class Sequence:
         """Gives a drafter's tree up; the rows of those of its tokens that are computed and agree with what was
         committed behind it, but for the last."""
         tree, num_computed = self.proposal, self.num_computed_tokens - len(self.token_ids)
-        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids))
+        # With nothing behind them the next draw needs the last token's logits once more.
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - (not token_ids))
         self.proposal, self.first_row, self.num_children = EMPTY_PROPOSAL, 0, 0
         path = [0]
         rows = {

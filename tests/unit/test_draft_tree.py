@@ -184,3 +184,19 @@ def test_what_is_kept_of_a_tree_changes_nothing(
     for each in kept:
         engine.scheduler.remove(each.sequence)
     assert engine.blocks.counts().owned == 0
+
+
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_who_is_asked_again_with_nothing_new_answers_again(model: CausalLM, in_tree: bool) -> None:
+    engine = engine_for(model)
+    text = [5, 6, 7, 8, 9]
+    asked = drafter(engine, text, len(text), SamplingParams(temperature=0.0))
+    asked.ask_for_tree(3, 8)
+    (first,) = answers(engine, [asked])
+    asked.commit(len(text), [])
+    if in_tree:
+        asked.ask_for_tree(3, 8)
+        assert lines(answers(engine, [asked])[0]) == lines(first)
+    else:
+        asked.ask(1)
+        assert answers(engine, [asked])[0].token_ids == first.token_ids[:1]
