@@ -31,9 +31,10 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Tensor:
         """Logits `[R, vocab_size]`: for each scheduled sequence in order, its `num_rows` last positions."""
         self.pool.copy_blocks(plan.copies)
-        self._move([(item.sequence.block_table, item.sequence.moves) for item in plan.scheduled])
-        for item in plan.scheduled:
-            item.sequence.moves = []
+        moving = [item.sequence for item in plan.scheduled if item.sequence.moves]
+        self._move([(sequence.block_table, sequence.moves) for sequence in moving])
+        for sequence in moving:
+            sequence.moves = []
         tokens: list[int] = []
         rows: list[int] = []
         for item in plan.scheduled:
@@ -58,9 +59,10 @@ class ModelRunner:
         paths = []
         sampling = (item.sequence for item in plan.scheduled if item.num_rows)
         for sequence, tokens in zip(sampling, sampled, strict=True):
-            before = len(sequence.token_ids)
-            moves = [(before + row - 1, before + i) for i, row in enumerate(tokens.path) if row != i + 1]
-            paths.append((sequence.block_table, moves))
+            if tokens.path:
+                before = len(sequence.token_ids)
+                moves = [(before + row - 1, before + i) for i, row in enumerate(tokens.path) if row != i + 1]
+                paths.append((sequence.block_table, moves))
         self._move(paths)
 
     def _move(self, moved: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> None:
