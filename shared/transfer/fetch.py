@@ -123,6 +123,7 @@ class _Fetch:
         self._num_full = 0  # of those announced
         self._read: list[int] = []
         self._num_tokens: int | None = None
+        self._done = False  # and nothing more is to be said
         self._confirmed = False
         self._changed = asyncio.Event()
         self._silent_seconds = 0.0
@@ -213,8 +214,7 @@ class _Fetch:
             self._silent_seconds += _RENEW_SECONDS
             if self._silent_seconds > _SILENCE_SECONDS:
                 raise TransferFailed(f"the peer said nothing for {_SILENCE_SECONDS:g} s")
-            if not self._confirmed:
-                await self._write(call, transfer_pb2.FetchRequest(renew=transfer_pb2.Renew()))
+            await self._write(call, transfer_pb2.FetchRequest(renew=transfer_pb2.Renew()))
 
     async def _read_all(self, call: Any, peer: TransferPeer, fetch_id: bytes) -> None:
         while True:
@@ -232,7 +232,12 @@ class _Fetch:
             await self._changed.wait()
 
     async def _write(self, call: Any, request: transfer_pb2.FetchRequest) -> None:
+        """Nothing behind `done`: the peer ends the call upon it, and for a write that this overtakes gRPC would fail a
+        call that went well (grpc/grpc#36066)."""
         async with self._writing:
+            if self._done:
+                return
+            self._done = request.HasField("done")
             try:
                 await call.write(request)
             except asyncio.InvalidStateError:  # the call is done, and by the peer: with a status of no error

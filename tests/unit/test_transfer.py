@@ -7,6 +7,7 @@ import gc
 import random
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -555,6 +556,27 @@ async def test_a_peer_that_ends_a_fetch_in_order_before_it_is_over(monkeypatch: 
         for _ in range(30):
             # In its own words, or in gRPC's: whoever notices first.
             await failure(d, p.address, prompt_of(30))
+
+
+async def test_nothing_is_said_behind_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer ends the call then, and a write that it overtakes would fail what went well."""
+    monkeypatch.setattr(fetch_module, "_RENEW_SECONDS", 0.01)
+    said: list[str] = []
+
+    async def linger(_: TransferServicer, requests: Any, context: Any) -> None:
+        accepted = transfer_pb2.FetchAccepted(fetch_id=b"f", engine="grpc")
+        await context.write(transfer_pb2.FetchResponse(accepted=accepted))
+        await context.write(transfer_pb2.FetchResponse(complete=0))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                async for request in requests:
+                    said.append(request.WhichOneof("request"))
+        await context.write(transfer_pb2.FetchResponse(confirmed=transfer_pb2.Confirmed()))
+
+    monkeypatch.setattr(TransferServicer, "Fetch", linger)
+    async with kv_worker() as p, kv_worker() as d:
+        await d.fetcher.fetch(await begin_import(d, prompt_of(30)), p.address, TICKET)
+    assert said[-1] == "done"
 
 
 async def test_what_fails_behind_a_cancellation_is_not_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
