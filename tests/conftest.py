@@ -1,13 +1,22 @@
-"""What every test has: stacks whose processes start warm."""
+"""What every test has: its share of the cores, and stacks whose processes start warm."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from services.cli import process
 from tests.support.warm_start import WarmStart
+
+
+def pytest_configure() -> None:
+    """Threads of two processes on the same cores wait for one another, spinning: each step then takes six times as
+    long."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
 @pytest.fixture(autouse=True, scope="session")
