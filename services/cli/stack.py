@@ -16,6 +16,7 @@ from typing import Self
 from services.cli.launcher import PARENT, worker_environment
 from services.cli.ports import claim_port, free_ports
 from services.cli.process import LogSink, ServiceProcess
+from services.draft.settings import NO_MODEL
 from shared.engine.source import check_source
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.redis.server import RedisServer, RedisServerError
@@ -38,12 +39,12 @@ _DRAFT_MEMORY_SHARE = 0.2
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out. With `num_prefill` and `num_decode` the target workers are two pools, and
-    `num_targets` more that do either (None: one, or beside pools none). With `prefix_store` the stack's Redis keeps
-    prefix blocks themselves, too; with `certs`, a folder that `outrider certs` filled, all connections are TLS. `host`
-    and `port` are the router's (0 picks a free one); workers listen on free ports of the loopback alone. Options left
-    None are each service's own to settle, from the environment or its default; `environment` adds to it for single
-    processes, by name ("router", "draft", "target-0", ...).
+    `draft` None leaves the drafter out; "none" is one without a model. With `num_prefill` and `num_decode` the target
+    workers are two pools, and `num_targets` more that do either (None: one, or beside pools none). With `prefix_store`
+    the stack's Redis keeps prefix blocks themselves, too; with `certs`, a folder that `outrider certs` filled, all
+    connections are TLS. `host` and `port` are the router's (0 picks a free one); workers listen on free ports of the
+    loopback alone. Options left None are each service's own to settle, from the environment or its default;
+    `environment` adds to it for single processes, by name ("router", "draft", "target-0", ...).
     """
 
     target: str = str(DEMO_TARGET)
@@ -182,8 +183,9 @@ class Stack:
         """Makes, and does not start, every process; returns the workers' names. Raises StartupError for a model folder
         that is not there, which the workers would find seconds later."""
         settings = self.settings
-        for source in filter(None, (settings.target, settings.draft)):
-            check_source(source)
+        for source in (settings.target, settings.draft):
+            if source is not None and source != NO_MODEL:
+                check_source(source)
         targets = self._targets()
         drafts = [] if settings.draft is None else ["draft", *(f"draft-{i}" for i in range(1, settings.num_drafts))]
         workers = drafts + targets

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from services.cli.log_view import render_log
 from services.cli.stack import Stack, StackSettings
+from services.draft.settings import NO_MODEL
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 
 
@@ -25,7 +26,11 @@ def up(
     ] = str(DEMO_TARGET),
     draft: Annotated[
         str,
-        typer.Option(metavar="MODEL", help='Draft model, or "none" to serve without.', show_default="the demo draft"),
+        typer.Option(
+            metavar="MODEL",
+            help='Draft model, "copy" to draft without one from prompts and outputs, or "none" to serve without.',
+            show_default="the demo draft",
+        ),
     ] = str(DEMO_DRAFT),
     num_targets: Annotated[
         int | None,
@@ -71,7 +76,7 @@ def up(
         raise typer.BadParameter("there must be workers that decode: --decode, or --num-targets")
     settings = StackSettings(
         target=target,
-        draft=None if draft == "none" else draft,
+        draft={"none": None, "copy": NO_MODEL}.get(draft, draft),
         num_targets=num_targets,
         num_prefill=prefill,
         num_decode=decode,

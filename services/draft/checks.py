@@ -22,6 +22,7 @@ def check_request(request: draft_pb2.DraftRequest) -> None:
             continue
         name, propose = f"operations[{index}].propose", operation.propose
         check_range(f"{name}.base_length", propose.base_length, 0, _MAX_TOKENS)
+        check_range(f"{name}.least_likelihood", propose.least_likelihood, 0, 1)
         check_range(f"{name}.num_nodes", propose.num_nodes, 0, _MAX_NODES)
         if propose.base_length == 0:
             check_beginning(name, propose.token_ids, propose.num_prompt_tokens, propose.params, _MAX_VOCABULARY)

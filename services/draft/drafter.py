@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from services.draft.tree import DraftTree
 from shared.engine.sequence import Sequence
-from shared.sampling.proposal import EMPTY_PROPOSAL
+from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, SampledTokens
 
 
@@ -18,7 +19,7 @@ class Drafter:
 
     `candidates` runs parallel to the sequence's draws. `num_asked` is how many draft tokens the router
     waits for, 0 when it waits for none. Asked for a tree it has no draws, but a `tree`, which is `grown` when it can be
-    answered with.
+    answered with. `acceptance` is that of its proposals, learnt from what is committed behind `answered`, the latest.
     """
 
     sequence: Sequence
@@ -27,9 +28,14 @@ class Drafter:
     asked_ns: int = 0
     tree: DraftTree | None = None
     grown: bool = False
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    answered: Proposal = EMPTY_PROPOSAL
 
     def commit(self, base_length: int, token_ids: Tokens[int]) -> None:
         """Takes note of committed tokens; draws that continue them survive, and of a tree the KV of what agrees."""
+        if self.answered:
+            self.acceptance.observe(max(self.answered.depths), self.answered.num_agreeing(token_ids))
+            self.answered = EMPTY_PROPOSAL
         self.sequence.commit(base_length, token_ids)
         self.candidates = self.candidates[len(self.candidates) - self.sequence.num_drawn :]
         self.num_asked = 0
@@ -82,9 +88,15 @@ class Drafter:
         start, count = self.sequence.num_committed, self.num_asked
         self.num_asked = 0
         if self.tree is not None:
-            proposal = self.tree.proposal()
-            return list(proposal.token_ids), [], proposal.parents
-        return self.sequence.token_ids[start : start + count], self.candidates[:count], ()
+            self.answered = self.tree.proposal()
+            return list(self.answered.token_ids), [], self.answered.parents
+        token_ids = self.sequence.token_ids[start : start + count]
+        self.answered = Proposal(tuple(token_ids))
+        return token_ids, self.candidates[:count], ()
+
+    def num_expected(self, num_draft_tokens: int) -> float:
+        """How many of so many draft tokens may be expected to be accepted."""
+        return expected_tokens(self.acceptance.rate, num_draft_tokens) - 1
 
     def guess_on(self, num_draft_tokens: int) -> None:
         """Continues on the guess that the whole answer is accepted: its bonus token, then the next draft."""

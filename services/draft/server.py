@@ -4,48 +4,68 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 import time
 from collections import defaultdict
 
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 from services.draft.checks import check_request
+from services.draft.copied import Copied
 from services.draft.drafter import Drafter
+from services.draft.no_model import engine_without_model
 from services.draft.proposer import draw
-from services.draft.settings import DraftSettings
+from services.draft.settings import NO_MODEL, DraftSettings
+from services.draft.suffix_source import Manuscript, SuffixSource
 from services.draft.tree import WIDTH
 from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from shared.policy.acceptance import Acceptance
 from shared.prefix.block_hash import root_hash
+from shared.sampling.sampled import Candidates
 from shared.security.identity import Identity
-from shared.telemetry.attributes import NUM_DRAFT_TOKENS
+from shared.settings import StartupError
+from shared.telemetry.attributes import DRAFT_SOURCE, NUM_DRAFT_TOKENS
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.service import configure_service
 from shared.telemetry.tracing import Telemetry
 from shared.worker.bundles import bundles
 from shared.worker.messages import params_from_proto, proposal_to_proto
 from shared.worker.server import worker_server
-from shared.worker.service import run_worker
+from shared.worker.service import load_engine, run_worker
 from shared.worker.servicer import WorkerServicer
 from shared.worker.stream import Lane, RouterStream
 
 Stream = RouterStream[draft_pb2.DraftResponse]
+DraftLane = Lane[draft_pb2.DraftResponse]
+
+# What a draft token was drawn from that nothing else could have been.
+_CERTAIN = struct.pack("<f", 1.0)
 
 # A drafter may be prefilling for long with nothing to answer: how often routers hear that it is alive.
 _SIGN_SECONDS = 1.0
 
 
 class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftResponse], draft_pb2_grpc.DrafterServicer):
-    """Keeps a `Drafter` for each sequence of each router, and answers when its proposal is drawn.
+    """Keeps a `Drafter` for each sequence of each router, and answers when its proposal is drawn; or at once, where
+    more may be hoped of what `source` copies.
 
     Methods named `_on_…` run on the engine's thread.
     """
 
-    def __init__(self, telemetry: Telemetry, fingerprint: str, optimistic: bool) -> None:
+    def __init__(
+        self, telemetry: Telemetry, fingerprint: str, optimistic: bool, source: SuffixSource, has_model: bool = True
+    ) -> None:
+        """Without a model all is copied."""
         super().__init__(telemetry, fingerprint)
         self._optimistic = optimistic
+        self._source = source
+        self._has_model = has_model
         self._drafters: dict[Sequence, Drafter] = {}
+        self._manuscripts: dict[Sequence, Manuscript] = {}
+        # Everybody's, which a new sequence's starts from.
+        self._acceptance = Acceptance()
         self._last_sign = -math.inf
 
     async def drain(self) -> None:
@@ -83,16 +103,24 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         if lane is None or lane.sequence.num_committed != (propose.base_length or position):
             return [_refusal(propose.sequence_id, position, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)]
         lane.traceparent = propose.traceparent
-        drafter = self._drafters[lane.sequence]
+        drafter, manuscript = self._drafters[lane.sequence], self._manuscripts[lane.sequence]
         if propose.base_length:
             drafter.commit(propose.base_length, propose.token_ids)
+            self._source.commit(manuscript, propose.token_ids)
         if propose.num_draft_tokens == 0:
-            drafter.prefill()
+            if self._has_model:
+                drafter.prefill()
             return []
         room = self.engine.max_context - position
         # A tree takes more room than what it proposes: who has none left for it gets a chain.
         in_tree = propose.num_nodes > propose.num_draft_tokens and room >= WIDTH * propose.num_draft_tokens
-        if in_tree and lane.sequence.params.coupled:
+        in_tree = in_tree and lane.sequence.params.coupled
+        most_tokens = propose.num_nodes if in_tree else min(propose.num_draft_tokens, room)
+        copied = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
+        if not self._has_model or copied.num_expected > drafter.num_expected(propose.num_draft_tokens):
+            manuscript.proposed = copied
+            return [self._answer_with(lane, copied)]
+        if in_tree:
             drafter.ask_for_tree(propose.num_draft_tokens, propose.num_nodes)
             return []
         drafter.ask(min(propose.num_draft_tokens, room))
@@ -107,13 +135,17 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             drafting=True,
         )
         self._add_lane(stream, propose.sequence_id, sequence, propose.traceparent)
-        self._drafters[sequence] = Drafter(sequence)
+        self._drafters[sequence] = Drafter(sequence, acceptance=Acceptance(self._acceptance))
+        self._manuscripts[sequence] = self._source.begin(
+            propose.token_ids, propose.num_prompt_tokens, propose.cache_salt
+        )
         self.engine.scheduler.add(sequence)
 
     def _on_release(self, stream: Stream, sequence_id: int) -> None:
         lane = stream.lanes.get(sequence_id)
         if lane is not None:
             del self._drafters[lane.sequence]
+            self._source.end(self._manuscripts.pop(lane.sequence))
         super()._on_release(stream, sequence_id)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
@@ -143,13 +175,13 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         # Nobody is told which prefixes a drafter holds, but the record must not grow.
         self.engine.blocks.take_events()
 
-    def _answer(self, lane: Lane[draft_pb2.DraftResponse], drafter: Drafter) -> draft_pb2.DraftResult:
+    def _answer(self, lane: DraftLane, drafter: Drafter) -> draft_pb2.DraftResult:
         began_ns, now_ns = drafter.asked_ns, time.time_ns()
         token_ids, candidates, parents = drafter.answer()
         if self._optimistic and not parents:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
             drafter.guess_on(min(len(token_ids), room - 1))
-        self.telemetry.record_span("draft", lane.traceparent, began_ns, now_ns, {NUM_DRAFT_TOKENS: len(token_ids)})
+        self._trace(lane, "model", began_ns, now_ns, len(token_ids))
         return draft_pb2.DraftResult(
             sequence_id=lane.sequence_id,
             position=drafter.sequence.num_committed,
@@ -157,6 +189,24 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             proposal=proposal_to_proto(token_ids, candidates, parents),
             seconds=(now_ns - began_ns) / 1e9,
         )
+
+    def _answer_with(self, lane: DraftLane, copied: Copied) -> draft_pb2.DraftResult:
+        """Copied draft tokens; for rejection sampling as drawn from a distribution that has nothing else."""
+        token_ids, parents = list(copied.proposal.token_ids), copied.proposal.parents
+        drawn = () if lane.sequence.params.coupled else token_ids
+        candidates: list[Candidates | None] = [Candidates(1, struct.pack("<I", token), _CERTAIN) for token in drawn]
+        now_ns = time.time_ns()
+        self._trace(lane, "suffix", now_ns, now_ns, len(token_ids))
+        return draft_pb2.DraftResult(
+            sequence_id=lane.sequence_id,
+            position=lane.sequence.num_committed,
+            status=draft_pb2.DRAFT_STATUS_PROPOSED,
+            proposal=proposal_to_proto(token_ids, candidates, parents),
+        )
+
+    def _trace(self, lane: DraftLane, source: str, began_ns: int, ended_ns: int, num_tokens: int) -> None:
+        attributes: dict[str, str | int] = {NUM_DRAFT_TOKENS: num_tokens, DRAFT_SOURCE: source}
+        self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
 
     def _announce_drain(self, stream: Stream) -> None:
         stream.end()
@@ -168,13 +218,20 @@ def _refusal(sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> 
 
 async def serve(settings: DraftSettings) -> None:
     """Runs a draft worker until it is drained. Raises StartupError if it cannot start."""
+    has_model = settings.model != NO_MODEL
+    if not has_model and settings.copied_tokens == 0:
+        raise StartupError("model is none and copied_tokens is 0: there would be nothing to draft from")
     configure_logging("draft", settings.log_level)
     telemetry = configure_service("outrider-draft", settings)
-    servicer = DraftServicer(telemetry, tokenizer_fingerprint(settings.model), settings.optimistic)
+    # Without a model it copies the target's own tokens, whose names it need not know.
+    fingerprint = tokenizer_fingerprint(settings.model) if has_model else ""
+    source = SuffixSource(settings.copied_tokens)
+    servicer = DraftServicer(telemetry, fingerprint, settings.optimistic, source, has_model)
     server = worker_server(settings, Identity.of(settings, settings.deployment), telemetry, callers=("router",))
     server.add("outrider.v1.Drafter", draft_pb2_grpc.add_DrafterServicer_to_server, servicer)
     sample = functools.partial(draw, mass=settings.proposal_mass, max_entries=settings.max_candidates)
+    load = functools.partial(load_engine, settings, sample) if has_model else lambda: engine_without_model(settings)
     try:
-        await run_worker(server, servicer, settings, sample)
+        await run_worker(server, servicer, settings, load)
     finally:
         telemetry.shutdown()

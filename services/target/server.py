@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter, defaultdict
 from contextlib import AsyncExitStack
@@ -37,7 +38,7 @@ from shared.transfer.servicer import TransferServicer
 from shared.worker.bundles import bundles
 from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto
 from shared.worker.server import worker_server
-from shared.worker.service import run_worker
+from shared.worker.service import load_engine, run_worker
 from shared.worker.servicer import WorkerServicer
 from shared.worker.stream import Lane
 
@@ -356,7 +357,8 @@ async def serve(settings: TargetSettings) -> None:
                 closing.push_async_callback(publisher.close)
                 servicer.publish_to(publisher)
 
-        await run_worker(server, servicer, settings, verify, connect, settings.role)
+        load = functools.partial(load_engine, settings, verify)
+        await run_worker(server, servicer, settings, load, connect, settings.role)
 
 
 def _make_stored_prefixes(settings: TargetSettings, servicer: TargetServicer) -> StoredPrefixes | None:

@@ -263,6 +263,12 @@ class GammaController:
         """What a plain decode step takes: P."""
         return self._plain.seconds(load)
 
+    def least_likelihood(self, load: int, num_draft_tokens: int) -> float:
+        """How likely a draft token must be to be accepted so as to pay for its row of verification: at least what that
+        takes, in plain steps."""
+        longer = self._target.seconds(load * (num_draft_tokens + 1)) - self._target.seconds(load)
+        return min(longer / num_draft_tokens / self.plain_seconds(load), 1.0)
+
     def steps_meanwhile(self, catch_up: float, load: int) -> int:
         """Steps of the target worker in that time. Beside rounds of others only such as end within it: a step of one
         sequence that still decodes plainly holds up the drafts of all."""

@@ -44,6 +44,15 @@ class Proposal:
             row = self.parents[row - 1]
         return line[::-1]
 
+    def num_agreeing(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, were proposed one behind the other."""
+        parents = self.parents or range(len(self.token_ids))
+        rows = {(parent, token): i for i, (parent, token) in enumerate(zip(parents, self.token_ids, strict=True), 1)}
+        row, count = 0, 0
+        while count < len(token_ids) and (next_row := rows.get((row, token_ids[count]))) is not None:
+            row, count = next_row, count + 1
+        return count
+
     def following(self, accepted: Sequence[int]) -> list[int]:
         """The draft tokens that were to come behind these, which begin a line: of a chain all others, of a tree those
         that might have been the next."""

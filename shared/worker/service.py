@@ -63,14 +63,14 @@ async def run_worker(
     server: RpcServer,
     servicer: WorkerServicer[Any, Any],
     settings: WorkerSettings,
-    sample: Sampler,
+    load: Callable[[], Engine],
     serving: Callable[[Engine], Awaitable[None]] | None = None,
     role: Role = "",
 ) -> None:
     """Runs a worker whose servicer is added to `server`, until it is drained.
 
-    Health is NOT_SERVING until the model is loaded and warmed up and `serving` has returned. With a Redis, routers
-    find it there from then on, until it drains.
+    `load` brings its engine, and takes its time: off the event loop. Health is NOT_SERVING until that is there and
+    `serving` has returned. With a Redis, routers find it there from then on, until it drains.
     Raises StartupError if the model cannot be served, WorkerFailed when its engine breaks or hangs: it cannot be
     trusted then, the process has to go, and the routers' sessions move on.
     """
@@ -90,7 +90,7 @@ async def run_worker(
         await asyncio.gather(servicer.drain(), *([] if member is None else [member.withdraw()]))
 
     try:
-        engine = await asyncio.to_thread(load_engine, settings, sample)
+        engine = await asyncio.to_thread(load)
         engine_loop = servicer.attach(engine, on_crash)
         if serving is not None:
             await serving(engine)

@@ -66,7 +66,9 @@ def drafter(agrees: str, target: Path) -> Path:
 )
 async def pair(request: pytest.FixtureRequest, target: Path) -> AsyncIterator[tuple[str, Stack]]:
     agrees: str = request.param
-    async with running_stack(target=str(target), draft=str(drafter(agrees, target))) as running:
+    # Nothing is copied in place of the drafter's own tokens.
+    alone = {"draft": {"OUTRIDER_DRAFT_COPIED_TOKENS": "0"}}
+    async with running_stack(target=str(target), draft=str(drafter(agrees, target)), environment=alone) as running:
         yield agrees, running
 
 

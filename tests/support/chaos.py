@@ -98,9 +98,8 @@ class Campaign:
 
     async def run(self, num_faults: int) -> None:
         """Raises AssertionError for a stream that differs or fails, and for anything left behind."""
-        for number in range(NUM_PROMPTS):
-            answer = await self._generate(number)
-            self._expected[number] = [output.token_ids for output in answer.outputs]
+        answers = await asyncio.gather(*(self._generate(number) for number in range(NUM_PROMPTS)))
+        self._expected = {i: [output.token_ids for output in answer.outputs] for i, answer in enumerate(answers)}
         await wait_until_idle(self.stack)
         stopping = asyncio.Event()
         streams = [asyncio.create_task(self._stream(i, stopping)) for i in range(NUM_STREAMS)]

@@ -100,11 +100,20 @@ async def test_a_late_proposal_is_compared_with_tokens_long_committed() -> None:
     assert len(sequence.drafter.asked) == 1
 
 
-@pytest.mark.parametrize("proposal", [None, worker_pb2.Proposal()])
-async def test_a_proposal_that_fails_ends_the_scouting(proposal: worker_pb2.Proposal | None) -> None:
+@pytest.mark.parametrize(("proposed", "num_accepted"), [((), 0), ((4,), 1), ((9,), 0), ((4, 5), 2)])
+async def test_what_the_drafter_leaves_out_is_not_accepted(proposed: tuple[int, ...], num_accepted: int) -> None:
+    sequence = ScoutingSequence()
+    await sequence.commit(3)
+    await sequence.drafter.answer(*proposed)
+    await sequence.commit(4, 5, 6)
+    assert sequence.observed == expected(3, num_accepted)
+    assert sequence.drafting.num_scouting_rounds == 1
+
+
+async def test_a_proposal_that_fails_ends_the_scouting() -> None:
     sequence = ScoutingSequence(5)
     await sequence.commit(3)
-    sequence.drafter.answers[-1].set_result(proposal)
+    sequence.drafter.answers[-1].set_result(None)
     await settle()
     await sequence.commit(4)
     assert sequence.drafting.num_scouting_rounds == 0

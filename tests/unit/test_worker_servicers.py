@@ -15,6 +15,7 @@ import pytest
 from outrider.v1 import draft_pb2, target_pb2, worker_pb2
 
 from services.draft.server import DraftServicer
+from services.draft.suffix_source import SuffixSource
 from services.target.gathering import Gathering
 from services.target.neighbours import Neighbours
 from services.target.server import TargetServicer
@@ -225,7 +226,7 @@ def propose(base_length: int, num_tokens: int, num_draft_tokens: int = 4, sequen
 
 
 async def test_a_drafter_with_no_context_left_says_so_and_lets_go() -> None:
-    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0))), Sent()
     servicer._on_request(stream, draft_request(propose(0, MAX_CONTEXT)))
     servicer._on_request(stream, draft_request(propose(0, MAX_CONTEXT - 2)))
     sequence = sequences(servicer)[0]
@@ -239,7 +240,7 @@ async def test_a_drafter_with_no_context_left_says_so_and_lets_go() -> None:
 
 
 async def test_a_drafter_does_not_know_what_it_was_not_told() -> None:
-    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0))), Sent()
     servicer._on_request(stream, draft_request(propose(3, 1)))
     servicer._on_request(stream, draft_request(propose(0, 3, num_draft_tokens=0)))
     servicer._on_request(stream, draft_request(propose(4, 1)))
@@ -268,7 +269,7 @@ async def test_a_prefill_and_its_releases_in_one_message_leave_nothing(released:
 
 
 async def test_a_proposal_and_its_release_in_one_message_leave_nothing() -> None:
-    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0))), Sent()
     servicer._on_request(stream, draft_request(propose(0, 3), 1, propose(0, 4, sequence_id=2), propose(4, 1), 1))
     assert set(stream.lanes) == {2}
     assert [(each.sequence_id, each.status) for sent in stream.sent for each in sent.results] == [
@@ -308,7 +309,7 @@ async def test_it_means_nothing_how_operations_share_messages(seed: int) -> None
 
 async def test_answers_are_cut_into_messages_far_below_the_limit() -> None:
     """The largest answer there can be: every sequence of a step with all its candidates or log-probabilities."""
-    drafter, stream = with_engine(DraftServicer(configure("d", None), "x", False)), Sent()
+    drafter, stream = with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0))), Sent()
     params = params_to_proto(SamplingParams())
     proposals = [
         draft_pb2.Propose(sequence_id=i, token_ids=[1] * 3, num_draft_tokens=16, num_prompt_tokens=3, params=params)
@@ -349,7 +350,11 @@ async def test_results_and_refusals_are_cut_too(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_drafter_that_has_nothing_to_answer_for_long_gives_signs_of_life() -> None:
-    servicer, stream, idle = with_engine(DraftServicer(configure("d", None), "x", False)), Sent(), Sent()
+    servicer, stream, idle = (
+        with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0))),
+        Sent(),
+        Sent(),
+    )
     servicer._on_request(stream, draft_request(propose(0, 25)))
     servicer._last_sign = math.inf
     step(servicer)
@@ -517,7 +522,7 @@ async def test_a_sequence_that_is_gone_is_not_waited_for(how: str) -> None:
 
 
 async def test_a_drafter_waits_for_nobody() -> None:
-    assert with_engine(DraftServicer(configure("d", None), "x", False))._seconds_to_wait() == 0.0
+    assert with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0)))._seconds_to_wait() == 0.0
 
 
 async def test_signs_of_life_do_not_pile_up_for_a_router_that_does_not_read() -> None:

@@ -15,7 +15,8 @@ class Scout:
     """Has the drafter propose what the target decodes meanwhile, and compares: nobody waits for it.
 
     For sequences whose target and drafter draw with the same noise (`SamplingParams.coupled`), and for no others: with
-    these a draft token is accepted exactly if it is what the target draws. A proposal that fails ends the scouting.
+    these a draft token is accepted exactly if it is what the target draws. Tokens that it leaves out count as not
+    accepted. A proposal that fails ends the scouting.
     """
 
     def __init__(self, draft: DraftLane, drafting: Drafting) -> None:
@@ -46,14 +47,15 @@ class Scout:
         if not self._proposing.done():
             return
         proposal = self._proposing.result()
-        if proposal is None or not proposal.token_ids:
+        if proposal is None:
             self._proposing = None
             self._drafting.num_scouting_rounds = 0
             return
-        num_drafted = min(len(proposal.token_ids), self._drafting.num_scouting_tokens)
+        num_wanted = self._drafting.num_scouting_tokens
+        num_drafted = min(len(proposal.token_ids), num_wanted)
         drawn = token_ids[self._position : self._position + num_drafted]
         if len(drawn) < num_drafted:
             return
         self._proposing = None
         agree = [draft == own for draft, own in zip(proposal.token_ids, drawn, strict=False)]
-        self._drafting.observe_in_shadow(num_drafted, agree.index(False) if False in agree else num_drafted)
+        self._drafting.observe_in_shadow(num_wanted, agree.index(False) if False in agree else num_drafted)

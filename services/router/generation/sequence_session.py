@@ -176,8 +176,13 @@ class SequenceSession:
         lane = self._lane
         with self._session.telemetry.span("round") as span:
             parent = traceparent(span)
-            num_nodes = self._options.num_nodes
-            proposal = await self._draft.propose(self._token_ids, num_draft_tokens, parent, num_nodes)
+            controller = self._controller()
+            least = 0.0
+            if controller is not None and self._options.num_draft_tokens is None:
+                least = controller.least_likelihood(situation.load, num_draft_tokens)
+            proposal = await self._draft.propose(
+                self._token_ids, num_draft_tokens, parent, self._options.num_nodes, least
+            )
             # Without a proposal it decodes plainly for a while before the drafter is asked again.
             lane.verify(len(self._token_ids), proposal, lane.link.num_ahead if proposal is None else 1, parent)
             entry = await lane.next()
@@ -195,6 +200,9 @@ class SequenceSession:
             self._drafted = EMPTY_PROPOSAL if proposal is None else proposal_from_proto(proposal)
             if self._drafted.parents:
                 return entry  # which says nothing of chains
+        if proposal is not None and len(proposal.token_ids) < num_draft_tokens:
+            drafted = num_draft_tokens  # what the drafter left out is none that it would have seen accepted
+        if drafted:
             self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
             gamma = self._controller()
             # What it takes beside prompts that fill the steps says little of others.

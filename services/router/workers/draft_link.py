@@ -106,15 +106,21 @@ class DraftLane:
             self._tell(token_ids, 0, traceparent)
 
     async def propose(
-        self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str, num_nodes: int = 0
+        self,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        traceparent: str,
+        num_nodes: int = 0,
+        least_likelihood: float = 0.0,
     ) -> worker_pb2.Proposal | None:
         """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or with more `num_nodes` than
-        these a tree of so many; or None."""
+        these a tree of so many; or None. Tokens known to be accepted less often than `least_likelihood` are left out:
+        maybe all."""
         for _ in range(2):  # the second time with all tokens, if the drafter had forgotten the sequence
             self._take_late_answer()
             if not self.available or not self._fits(token_ids):
                 return None
-            link = self._tell(token_ids, num_draft_tokens, traceparent, num_nodes)
+            link = self._tell(token_ids, num_draft_tokens, traceparent, num_nodes, least_likelihood)
             num_unseen = len(token_ids) - self._num_computed
             ask = self._ask = link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
             await asyncio.wait([ask.answer], timeout=ask.due - time.monotonic())
@@ -149,7 +155,14 @@ class DraftLane:
         self._outgrown = info is not None and len(token_ids) >= info.max_context
         return not self._outgrown
 
-    def _tell(self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str, num_nodes: int = 0) -> DraftLink:
+    def _tell(
+        self,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        traceparent: str,
+        num_nodes: int = 0,
+        least_likelihood: float = 0.0,
+    ) -> DraftLink:
         link, told = self.link, self.num_told
         assert link is not None
         if told == 0:
@@ -164,6 +177,7 @@ class DraftLane:
             num_draft_tokens=num_draft_tokens,
             traceparent=traceparent,
             num_nodes=num_nodes,
+            least_likelihood=least_likelihood,
         )
         if told == 0:
             propose.params.CopyFrom(params_to_proto(self._params))

@@ -161,7 +161,8 @@ class Fleet:
 
     def _check_draft(self, info: worker_pb2.WorkerInfo) -> None:
         with self._refusing_latecomers():
-            self._check_tokenizer(info, "draft")
+            if info.tokenizer_fingerprint:  # one without a model takes the target's tokens as they are
+                self._check_tokenizer(info, "draft")
 
     @contextmanager
     def _refusing_latecomers(self) -> Iterator[None]:

@@ -1,0 +1,45 @@
+"""How likely draft tokens are, from how likely such tokens turned out to be."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_NUM_BINS: Final = 10
+# Where a sequence, or the first of all, has seen nothing yet, what it starts from counts as so many tokens.
+_PRIOR_TOKENS: Final = 8.0
+# And of each bin it remembers so many at most.
+_MEMORY_TOKENS: Final = 100.0
+
+
+class Calibration:
+    """Turns what a source takes for a token's likelihood into the share of such tokens that were accepted.
+
+    `prior` is whose experience a new sequence starts from; it learns from every observation too.
+    """
+
+    def __init__(self, prior: Calibration | None = None) -> None:
+        self._prior = prior
+        self._num_examined = [0.0] * _NUM_BINS
+        self._num_accepted = [0.0] * _NUM_BINS
+
+    def likelihood(self, guess: float) -> float:
+        """Of a token whose turn comes, that the source takes to be so likely, in [0, 1]."""
+        i = _bin(guess)
+        start = guess if self._prior is None else self._prior.likelihood(guess)
+        return (self._num_accepted[i] + _PRIOR_TOKENS * start) / (self._num_examined[i] + _PRIOR_TOKENS)
+
+    def observe(self, guess: float, accepted: bool) -> None:
+        """A token's turn came."""
+        i = _bin(guess)
+        self._num_accepted[i] += accepted
+        self._num_examined[i] += 1
+        if self._num_examined[i] > _MEMORY_TOKENS:
+            scale = _MEMORY_TOKENS / self._num_examined[i]
+            self._num_accepted[i] *= scale
+            self._num_examined[i] *= scale
+        if self._prior is not None:
+            self._prior.observe(guess, accepted)
+
+
+def _bin(guess: float) -> int:
+    return min(int(guess * _NUM_BINS), _NUM_BINS - 1)

@@ -1,0 +1,95 @@
+"""Draft tokens copied from where the text's end occurred before."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.draft.calibration import Calibration
+from services.draft.suffix_index import LONGEST_MATCH, Match
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A proposal, and what was taken for the likelihood of each of its tokens when its turn comes: `guesses`.
+
+    `num_expected`: how many of its tokens may be expected to be accepted.
+    """
+
+    proposal: Proposal = EMPTY_PROPOSAL
+    guesses: tuple[float, ...] = ()
+    num_expected: float = 0.0
+
+    def observe(self, committed: Sequence[int], calibration: Calibration) -> None:
+        """Tells what became of those whose turn came, by the tokens that were committed behind the proposal's
+        beginning."""
+        parents = self.proposal.parents or range(len(self.proposal))
+        row = 0
+        for token in committed:
+            turns = [i for i, parent in enumerate(parents) if parent == row]
+            accepted = None
+            for i in turns:
+                kept = self.proposal.token_ids[i] == token
+                calibration.observe(self.guesses[i], kept)
+                accepted = i if kept else accepted
+            if accepted is None:
+                return
+            row = accepted + 1
+
+
+def copy(
+    matches: Sequence[Match], most_tokens: int, least_likelihood: float, calibration: Calibration, branching: bool
+) -> Copied:
+    """What followed where the text's end occurred before, the likeliest first: `most_tokens` at most, and none that is
+    accepted less often than `least_likelihood`.
+
+    Not `branching`, it is a chain. Occurrences that go on alike add up, and a longer match says more; a token is taken
+    to be as likely as its share of these, the less so the shorter the match is. A line goes on as long as that is
+    likely, so it is the longer the longer the match.
+    """
+    # (-likelihood of the line, order of arrival, token, guess, row it follows, matches that go on with it, its depth)
+    open_lines: list[tuple[float, int, int, float, int, list[Match], int]] = []
+    arrivals = itertools.count()
+    token_ids: list[int] = []
+    parents: list[int] = []
+    guesses: list[float] = []
+    num_expected = 0.0
+
+    def branch(row: int, likelihood: float, agreeing: Iterable[Match], depth: int) -> None:
+        for token, guess, followers in _nexts(agreeing, depth)[: None if branching else 1]:
+            its = likelihood * calibration.likelihood(guess)
+            if its >= least_likelihood:
+                heapq.heappush(open_lines, (-its, next(arrivals), token, guess, row, followers, depth + 1))
+
+    branch(0, 1.0, matches, 0)
+    while open_lines and len(token_ids) < most_tokens:
+        negative, _, token, guess, row, followers, depth = heapq.heappop(open_lines)
+        token_ids.append(token)
+        parents.append(row)
+        guesses.append(guess)
+        num_expected -= negative
+        branch(len(token_ids), -negative, followers, depth)
+    in_a_chain = parents == list(range(len(parents)))
+    proposal = Proposal(tuple(token_ids), parents=() if in_a_chain else tuple(parents))
+    return Copied(proposal, tuple(guesses), num_expected)
+
+
+def _nexts(agreeing: Iterable[Match], depth: int) -> list[tuple[int, float, list[Match]]]:
+    """The tokens that follow matches which agreed for `depth` tokens already, likeliest first: each with a guess of how
+    likely it is, and whose it is."""
+    by_token: defaultdict[int, list[Match]] = defaultdict(list)
+    for match in agreeing:
+        token = match.next(depth)
+        if token is not None:
+            by_token[token].append(match)
+    if not by_token:
+        return []
+    weights = {token: sum(match.length + depth for match in its) for token, its in by_token.items()}
+    longest = min(max(match.length for its in by_token.values() for match in its) + depth, LONGEST_MATCH)
+    scale = longest / (longest + 1) / sum(weights.values())
+    order = sorted(by_token, key=lambda token: -weights[token])
+    return [(token, weights[token] * scale, by_token[token]) for token in order]

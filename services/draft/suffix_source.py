@@ -1,0 +1,92 @@
+"""Draft tokens without a model: what followed the text's end where it occurred before, in it or in a past output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.draft.calibration import Calibration
+from services.draft.copied import Copied, copy
+from services.draft.past_outputs import PastOutputs
+from services.draft.suffix_index import SuffixIndex
+
+_OWN_TEXT = 0
+
+
+@dataclass(eq=False)
+class Manuscript:
+    """A sequence's committed tokens: `index` holds them as its one text; None where there is no room for them.
+
+    `proposed` is what was copied for it last, until its outcome is known.
+    """
+
+    tenant: bytes
+    num_prompt_tokens: int
+    calibration: Calibration
+    index: SuffixIndex | None
+    token_ids: Sequence[int] = ()
+    proposed: Copied | None = None
+
+
+class SuffixSource:
+    """Copies from a sequence's own prompt and output, and from past outputs of its tenant (prompt lookup, Saxena 2023;
+    SuffixDecoding, Oliaro et al. 2024).
+
+    It remembers `most_tokens` in all: running sequences' first, and of past outputs those used last. A sequence for
+    which there is no room has nothing copied.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._num_running_tokens = 0
+        self._past = PastOutputs()
+        self._calibration = Calibration()
+
+    @property
+    def num_tokens(self) -> int:
+        """Remembered by now."""
+        return self._num_running_tokens + self._past.num_tokens
+
+    def begin(self, token_ids: Sequence[int], num_prompt_tokens: int, tenant: bytes) -> Manuscript:
+        """A sequence comes, with what is committed of it."""
+        manuscript = Manuscript(tenant, num_prompt_tokens, Calibration(self._calibration), SuffixIndex())
+        self._extend(manuscript, token_ids)
+        return manuscript
+
+    def commit(self, manuscript: Manuscript, token_ids: Sequence[int]) -> None:
+        """These follow, whatever was proposed."""
+        proposed, manuscript.proposed = manuscript.proposed, None
+        if proposed is not None:
+            proposed.observe(token_ids, manuscript.calibration)
+        self._extend(manuscript, token_ids)
+
+    def end(self, manuscript: Manuscript) -> None:
+        """The sequence goes; its output is past."""
+        if manuscript.index is not None:
+            self._give_up(manuscript)
+            self._past.add(manuscript.tenant, manuscript.token_ids[manuscript.num_prompt_tokens :])
+            self._past.trim(self._most_tokens - self._num_running_tokens)
+
+    def propose(
+        self, manuscript: Manuscript, most_tokens: int, least_likelihood: float = 0.0, branching: bool = False
+    ) -> Copied:
+        """What may follow; nothing where the text's end is new. See `copy`."""
+        if manuscript.index is None:
+            return Copied()
+        tail = manuscript.token_ids
+        matches = manuscript.index.matches(tail) + self._past.matches(manuscript.tenant, tail)
+        return copy(matches, most_tokens, least_likelihood, manuscript.calibration, branching)
+
+    def _extend(self, manuscript: Manuscript, token_ids: Sequence[int]) -> None:
+        if manuscript.index is None:
+            return
+        if self._num_running_tokens + len(token_ids) > self._most_tokens:
+            self._give_up(manuscript)
+            return
+        self._num_running_tokens += len(token_ids)
+        self._past.trim(self._most_tokens - self._num_running_tokens)
+        manuscript.token_ids = manuscript.index.extend(_OWN_TEXT, token_ids)
+
+    def _give_up(self, manuscript: Manuscript) -> None:
+        self._num_running_tokens -= len(manuscript.token_ids)
+        manuscript.index = None
