@@ -27,7 +27,7 @@ class DraftSettings(WorkerSettings):
     copied_tokens: int = Field(
         default=1 << 18,
         ge=0,
-        description="Tokens of running sequences and past outputs to remember, some 0.5 KB each: what followed there "
+        description="Tokens of running sequences and past outputs to remember, some 0.2 KB each: what followed there "
         "where a text's end occurred before is proposed again; 0: nothing is copied.",
     )
     proposal_mass: float = Field(

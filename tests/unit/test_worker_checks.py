@@ -150,3 +150,15 @@ def test_a_drafter_takes_ids_of_a_larger_vocabulary_but_no_endless_positions() -
     with pytest.raises(InvalidArgument) as caught:
         draft_checks.check_request(request)
     assert caught.value.field == "operations[1].propose.base_length"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_draft_tokens", 257), ("num_nodes", 257), ("least_likelihood", NAN), ("least_likelihood", 1.1)],
+)
+def test_what_no_drafter_is_asked_for(name: str, value: float) -> None:
+    request = draft_request()
+    _set(name, value)(request.operations[1].propose)
+    with pytest.raises(InvalidArgument) as caught:
+        draft_checks.check_request(request)
+    assert caught.value.field == f"operations[1].propose.{name}"

@@ -268,6 +268,48 @@ async def test_a_prefill_and_its_releases_in_one_message_leave_nothing(released:
     assert_empty(servicer, stream)
 
 
+def tell(token_ids: list[int], base_length: int = 0, sequence_id: int = 1, **fields: Any) -> draft_pb2.Propose:
+    params = params_to_proto(SamplingParams(temperature=0.0))
+    return draft_pb2.Propose(
+        sequence_id=sequence_id, base_length=base_length, token_ids=token_ids, num_draft_tokens=2, num_prompt_tokens=3,
+        params=params, **fields,
+    )  # fmt: skip
+
+
+async def test_what_may_be_copied_is_answered_with_at_once_and_to_its_own_tenant_alone() -> None:
+    source = SuffixSource(100)
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False, source)), Sent()
+    # So that more is hoped of what is copied: the model's proposals were never accepted.
+    servicer._acceptance.observe(1000, 0)
+
+    def proposed() -> list[list[int]]:
+        results = [each for sent in stream.sent for each in sent.results]
+        stream.sent.clear()
+        return [list(each.proposal.token_ids) for each in results]
+
+    servicer._on_request(stream, draft_request(tell([7, 8, 9, 7, 8], cache_salt=b"a")))
+    assert proposed() == [[9, 7]]
+    servicer._on_request(stream, draft_request(tell([9, 7, 5, 6], base_length=5), 1))
+    assert_empty(servicer, stream)
+    assert source.num_tokens == 6, "the output"
+    for sequence_id, tenant, copied in ((2, b"b", []), (3, b"a", [[5, 6]])):
+        servicer._on_request(
+            stream, draft_request(tell([3, 9, 7], sequence_id=sequence_id, cache_salt=tenant), sequence_id)
+        )
+        assert proposed() == copied
+    assert_empty(servicer, stream)
+
+
+async def test_without_a_model_every_question_is_answered_at_once() -> None:
+    source = SuffixSource(100)
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "", False, source, has_model=False)), Sent()
+    servicer._on_request(stream, draft_request(tell([7, 8, 9]), tell([1, 2], base_length=3), tell([7, 8], 5)))
+    assert [list(each.proposal.token_ids) for sent in stream.sent for each in sent.results] == [[], [], [9, 1]]
+    assert servicer.engine.scheduler.schedule() is None, "nothing is to be computed"
+    servicer._on_request(stream, draft_request(1))
+    assert_empty(servicer, stream)
+
+
 async def test_a_proposal_and_its_release_in_one_message_leave_nothing() -> None:
     servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False, SuffixSource(0))), Sent()
     servicer._on_request(stream, draft_request(propose(0, 3), 1, propose(0, 4, sequence_id=2), propose(4, 1), 1))
