@@ -162,6 +162,16 @@ def test_gamma_is_the_best_by_hand(draft: float) -> None:
         assert (chosen > 0) == (best > 0)
 
 
+@pytest.mark.parametrize(
+    ("row_seconds", "load", "least"), [(0.0, 1, 0.0), (0.002, 1, 0.2), (0.002, 4, 0.5), (1.0, 1, 1.0)]
+)
+def test_a_draft_token_must_be_as_likely_as_its_row_is_dear(row_seconds: float, load: int, least: float) -> None:
+    """A row holds up every sequence, and what it brings one of them is at most a plain step."""
+    target = StepCosts([(1, 0.01), (1025, 0.01 + 1024 * row_seconds)])
+    for gamma in (1, 8):
+        assert controller(target, flat(0.001), Clock()).least_likelihood(load, gamma) == pytest.approx(least)
+
+
 def test_all_sequences_of_a_worker_draft_alike_until_the_next_choice() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.002), clock)
