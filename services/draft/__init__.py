@@ -1,1 +1,1 @@
-"""The draft worker: proposes tokens of the small model or of what came before, many sequences at once. Imports `shared` only."""
+"""The draft worker: proposes what its model draws, or copies, for many sequences at once. Imports `shared` only."""

@@ -20,7 +20,7 @@ from transformers import (
 from services.cli.stack import Stack
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.models import perturbed, tiny_llama
-from tests.support.service import generate, inference, running_stack, wait_until_idle
+from tests.support.service import MODEL_ALONE, generate, inference, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,9 +66,8 @@ def drafter(agrees: str, target: Path) -> Path:
 )
 async def pair(request: pytest.FixtureRequest, target: Path) -> AsyncIterator[tuple[str, Stack]]:
     agrees: str = request.param
-    # Nothing is copied in place of the drafter's own tokens.
-    alone = {"draft": {"OUTRIDER_DRAFT_COPIED_TOKENS": "0"}}
-    async with running_stack(target=str(target), draft=str(drafter(agrees, target)), environment=alone) as running:
+    environment = {"draft": MODEL_ALONE}
+    async with running_stack(environment, target=str(target), draft=str(drafter(agrees, target))) as running:
         yield agrees, running
 
 

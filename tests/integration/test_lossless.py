@@ -20,7 +20,7 @@ from shared.models import DEMO_TARGET
 from shared.settings import EXIT_CONFIG
 from tests.support.families import VOCAB_SIZE, tiny_checkpoint
 from tests.support.greedy import Reference, python_prompts, references
-from tests.support.service import generate, inference, running_stack, wait_until_idle
+from tests.support.service import MODEL_ALONE, generate, inference, running_stack, wait_until_idle
 
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -58,7 +58,7 @@ _KINDS = ("alone", "together")
 async def small_stack() -> AsyncIterator[Stack]:
     """Steps of 17 tokens, and a pool that holds little more than the longest sequence."""
     small = {"OUTRIDER_TARGET_MAX_BATCH_TOKENS": "17", "OUTRIDER_TARGET_NUM_BLOCKS": str(SMALL_BLOCKS)}
-    async with running_stack({"target-0": small}) as running:
+    async with running_stack({"target-0": small, "draft": MODEL_ALONE}) as running:
         yield running
 
 

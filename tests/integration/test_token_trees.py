@@ -17,7 +17,7 @@ from shared.models import DEMO_TARGET
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.greedy import Reference, python_prompts, references
 from tests.support.models import perturbed, tiny_llama
-from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle
+from tests.support.service import MODEL_ALONE, Generated, generate, inference, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,7 +32,7 @@ HALFWAY_CHUNKS = 15
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
-    async with running_stack() as running:
+    async with running_stack({"draft": MODEL_ALONE}) as running:
         yield running
 
 
@@ -117,7 +117,8 @@ async def test_unseeded_samples_follow_the_target(tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target", vocab_size=12)
     draft = perturbed(target, tmp_path / "draft", noise=0.3)
     prompt, filters, num_tokens, places = (5, 3, 11, 7), Filters(1.0, top_k=8), 5, asyncio.Semaphore(16)
-    async with running_stack(target=str(target), draft=str(draft)) as running, inference(running) as stub:
+    environment = {"draft": MODEL_ALONE}
+    async with running_stack(environment, target=str(target), draft=str(draft)) as running, inference(running) as stub:
 
         async def draw() -> Generated:
             async with places:

@@ -15,6 +15,9 @@ from services.cli.stack import Stack, StackSettings
 from shared.rpc.channel import connect
 from tests.support.usage import check_usage
 
+# Of a drafter whose proposals are its model's alone: nothing is copied from what other tests had generated.
+MODEL_ALONE = {"OUTRIDER_DRAFT_COPIED_TOKENS": "0"}
+
 IDLE_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 
