@@ -37,6 +37,7 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.load import OFF, Mode, run_load
 from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
+from tests.support.service import MODEL_ALONE
 
 console = Console(highlight=False)
 
@@ -143,15 +144,17 @@ async def _serving(pair: Pair, variant: Variant) -> AsyncIterator[Served]:
     """A stack as the variant says."""
     names = ("router", "target-0", "draft")
     ports = dict(zip(names, free_ports(LOOPBACK, len(names)), strict=True)) if variant.metrics else {}
+    environment = {
+        name: {f"OUTRIDER_{name.partition('-')[0].upper()}_METRICS_PORT": str(port)} for name, port in ports.items()
+    }
+    environment["draft"] = environment.get("draft", {}) | MODEL_ALONE
     settings = StackSettings(
         target=str(pair.target),
         draft=str(pair.draft),
         port=0,
         dtype="bfloat16",
         certs=variant.certs,
-        environment={
-            name: {f"OUTRIDER_{name.partition('-')[0].upper()}_METRICS_PORT": str(port)} for name, port in ports.items()
-        },
+        environment=environment,
     )
     async with Stack(settings) as stack:
         channel = (

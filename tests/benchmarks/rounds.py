@@ -32,7 +32,7 @@ from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
 from tests.benchmarks.worker_info import worker_info
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
-from tests.support.service import inference
+from tests.support.service import MODEL_ALONE, inference
 
 _NUM_TOKENS = 128
 _WARM_UPS = 2
@@ -86,6 +86,7 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
         environment = {
             name: {f"OUTRIDER_{service}_OTLP_ENDPOINT": receiver.endpoint} for name, service in _SERVICES.items()
         }
+        environment["draft"] |= MODEL_ALONE
         settings = StackSettings(
             target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16", environment=environment
         )

@@ -15,8 +15,8 @@ from services.cli.stack import Stack, StackSettings
 from shared.rpc.channel import connect
 from tests.support.usage import check_usage
 
-# Of a drafter whose proposals are its model's alone: nothing is copied from what other tests had generated.
 MODEL_ALONE = {"OUTRIDER_DRAFT_COPIED_TOKENS": "0"}
+"""Of a drafter that proposes what its model draws, and copies nothing of what was generated for the same prompt."""
 
 IDLE_SECONDS = 30.0
 _POLL_SECONDS = 0.05

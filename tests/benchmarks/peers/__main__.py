@@ -27,7 +27,7 @@ from tests.benchmarks.machine import this_machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
 from tests.benchmarks.peers.engine import run_engine
-from tests.support.service import inference
+from tests.support.service import MODEL_ALONE, inference
 
 PEERS = ("openvino", "vllm")
 _OURS = {"outrider, off": OFF, "outrider, on": ON}
@@ -71,7 +71,7 @@ async def measure(
             dtype="bfloat16",
             environment={
                 "target-0": {"OUTRIDER_TARGET_QUANTIZE": quantize},
-                "draft": {"OUTRIDER_DRAFT_QUANTIZE": quantize},
+                "draft": {"OUTRIDER_DRAFT_QUANTIZE": quantize, **MODEL_ALONE},
             },
         )
         stack = await exits.enter_async_context(Stack(settings))
