@@ -49,6 +49,10 @@ class Drafter:
         self.sequence.num_steps = 0
         self.sequence.num_wanted_tokens = self.sequence.num_committed - 1
 
+    def rest(self) -> None:
+        """Draws no further, not even on a guess, until it is asked again."""
+        self.sequence.num_steps = 0
+
     def ask(self, num_draft_tokens: int) -> None:
         """Wants a proposal; what was drawn beforehand counts."""
         self.num_asked = num_draft_tokens

@@ -119,6 +119,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         copied = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
         if not self._has_model or copied.num_expected > drafter.num_expected(propose.num_draft_tokens):
             manuscript.proposed = copied
+            drafter.rest()
             return [self._answer_with(lane, copied)]
         if in_tree:
             drafter.ask_for_tree(propose.num_draft_tokens, propose.num_nodes)

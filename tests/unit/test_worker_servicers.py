@@ -276,11 +276,16 @@ def tell(token_ids: list[int], base_length: int = 0, sequence_id: int = 1, **fie
     )  # fmt: skip
 
 
+def disappoint(servicer: DraftServicer) -> None:
+    """None of the model's tokens is accepted, and more is hoped of what is copied."""
+    for _ in range(1000):
+        servicer._acceptance.observe(1, 0)
+
+
 async def test_what_may_be_copied_is_answered_with_at_once_and_to_its_own_tenant_alone() -> None:
     source = SuffixSource(100)
     servicer, stream = with_engine(DraftServicer(configure("d", None), "x", False, source)), Sent()
-    # So that more is hoped of what is copied: the model's proposals were never accepted.
-    servicer._acceptance.observe(1000, 0)
+    disappoint(servicer)
 
     def proposed() -> list[list[int]]:
         results = [each for sent in stream.sent for each in sent.results]
@@ -297,6 +302,23 @@ async def test_what_may_be_copied_is_answered_with_at_once_and_to_its_own_tenant
             stream, draft_request(tell([3, 9, 7], sequence_id=sequence_id, cache_salt=tenant), sequence_id)
         )
         assert proposed() == copied
+    assert_empty(servicer, stream)
+
+
+async def test_a_model_draws_no_further_where_its_tokens_are_not_wanted() -> None:
+    servicer, stream = with_engine(DraftServicer(configure("d", None), "x", True, SuffixSource(100))), Sent()
+    servicer._on_request(stream, draft_request(tell([1, 2, 3])))
+    for _ in range(3):
+        step(servicer)
+    [sequence] = sequences(servicer)
+    assert sequence.num_steps > 0, "on the guess that all is accepted"
+    disappoint(servicer)
+    stream.sent.clear()
+    servicer._on_request(stream, draft_request(tell([1, 1, 7, 8, 9, 7, 8], base_length=3)))
+    assert [list(each.proposal.token_ids) for sent in stream.sent for each in sent.results] == [[9, 7]]
+    assert sequence.num_steps == 0
+    assert servicer.engine.scheduler.schedule() is None
+    servicer._on_request(stream, draft_request(1))
     assert_empty(servicer, stream)
 
 
