@@ -189,6 +189,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             status=draft_pb2.DRAFT_STATUS_PROPOSED,
             proposal=proposal_to_proto(token_ids, candidates, parents),
             seconds=(now_ns - began_ns) / 1e9,
+            num_computed=_num_computed(lane.sequence),
         )
 
     def _answer_with(self, lane: DraftLane, copied: Copied) -> draft_pb2.DraftResult:
@@ -203,6 +204,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             position=lane.sequence.num_committed,
             status=draft_pb2.DRAFT_STATUS_PROPOSED,
             proposal=proposal_to_proto(token_ids, candidates, parents),
+            num_computed=_num_computed(lane.sequence),
         )
 
     def _trace(self, lane: DraftLane, source: str, began_ns: int, ended_ns: int, num_tokens: int) -> None:
@@ -211,6 +213,11 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
 
     def _announce_drain(self, stream: Stream) -> None:
         stream.end()
+
+
+def _num_computed(sequence: Sequence) -> int:
+    """Of its committed tokens."""
+    return min(sequence.num_computed_tokens, sequence.num_committed)
 
 
 def _refusal(sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> draft_pb2.DraftResult:

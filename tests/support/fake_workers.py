@@ -418,7 +418,7 @@ class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
             self.num_begun += 1
             sequences[propose.sequence_id] = DraftSequence(list(propose.token_ids), propose.params)
         position = propose.base_length + len(propose.token_ids)
-        result = draft_pb2.DraftResult(sequence_id=propose.sequence_id, position=position)
+        result = draft_pb2.DraftResult(sequence_id=propose.sequence_id, position=position, num_computed=position)
         if answer is Answer.UNKNOWN:
             sequences.pop(propose.sequence_id, None)
         if answer is Answer.ABORT:

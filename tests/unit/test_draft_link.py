@@ -192,6 +192,27 @@ def drafting_lane(link: Link) -> DraftLane:
     return DraftLane(lambda: link, 3, SamplingParams(), b"")
 
 
+@pytest.mark.parametrize("num_computed", [0, 2, 40])
+async def test_what_was_copied_for_says_nothing_of_what_the_model_has_still_to_compute(num_computed: int) -> None:
+    """Whoever asks next waits for that, too."""
+    link = Link()
+    lane = drafting_lane(link)
+    tokens = list(range(40))
+    asking = asyncio.create_task(lane.propose(tokens, 4, ""))
+    await asyncio.sleep(0)
+    result = draft_pb2.DraftResult(
+        sequence_id=1, position=40, status=draft_pb2.DRAFT_STATUS_PROPOSED, num_computed=num_computed
+    )
+    link._on_response(draft_pb2.DraftResponse(results=[result]))
+    assert await asking is not None
+    asking = asyncio.create_task(lane.propose([*tokens, 7], 4, ""))
+    await asyncio.sleep(0)
+    assert link._asks[1, 41].num_unseen == 41 - num_computed
+    lane.release()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 @pytest.mark.parametrize("status", [draft_pb2.DRAFT_STATUS_PROPOSED, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE])
 async def test_of_two_who_ask_the_one_who_looks_late_leaves_the_other_its_proposal(
     status: draft_pb2.DraftStatus,

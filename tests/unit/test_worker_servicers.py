@@ -315,7 +315,9 @@ async def test_a_model_draws_no_further_where_its_tokens_are_not_wanted() -> Non
     disappoint(servicer)
     stream.sent.clear()
     servicer._on_request(stream, draft_request(tell([1, 1, 7, 8, 9, 7, 8], base_length=3)))
-    assert [list(each.proposal.token_ids) for sent in stream.sent for each in sent.results] == [[9, 7]]
+    [result] = [each for sent in stream.sent for each in sent.results]
+    assert list(result.proposal.token_ids) == [9, 7]
+    assert (result.position, result.num_computed) == (10, 5), "what it had guessed right is computed"
     assert sequence.num_steps == 0
     assert servicer.engine.scheduler.schedule() is None
     servicer._on_request(stream, draft_request(1))

@@ -196,7 +196,7 @@ class DraftLane:
 
     def _take(self, result: draft_pb2.DraftResult) -> None:
         if result.status == draft_pb2.DRAFT_STATUS_PROPOSED:
-            self._num_computed = result.position
+            self._num_computed = result.num_computed
             return
         # Whatever the worker makes of it, it is not to keep what we begin anew.
         if self.num_told and self._link is not None:
