@@ -8,7 +8,7 @@ import struct
 import time
 from collections import defaultdict
 
-from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
 
 from services.draft.checks import check_request
 from services.draft.copied import Copied
@@ -177,47 +177,37 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         self.engine.blocks.take_events()
 
     def _answer(self, lane: DraftLane, drafter: Drafter) -> draft_pb2.DraftResult:
-        began_ns, now_ns = drafter.asked_ns, time.time_ns()
         token_ids, candidates, parents = drafter.answer()
         if self._optimistic and not parents:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
             drafter.guess_on(min(len(token_ids), room - 1))
-        self._trace(lane, "model", began_ns, now_ns, len(token_ids))
-        return draft_pb2.DraftResult(
-            sequence_id=lane.sequence_id,
-            position=drafter.sequence.num_committed,
-            status=draft_pb2.DRAFT_STATUS_PROPOSED,
-            proposal=proposal_to_proto(token_ids, candidates, parents),
-            seconds=(now_ns - began_ns) / 1e9,
-            num_computed=_num_computed(lane.sequence),
-        )
+        return self._result(lane, proposal_to_proto(token_ids, candidates, parents), "model", drafter.asked_ns)
 
     def _answer_with(self, lane: DraftLane, copied: Copied) -> draft_pb2.DraftResult:
         """Copied draft tokens; for rejection sampling as drawn from a distribution that has nothing else."""
         token_ids, parents = list(copied.proposal.token_ids), copied.proposal.parents
         drawn = () if lane.sequence.params.coupled else token_ids
         candidates: list[Candidates | None] = [Candidates(1, struct.pack("<I", token), _CERTAIN) for token in drawn]
-        now_ns = time.time_ns()
-        self._trace(lane, "suffix", now_ns, now_ns, len(token_ids))
+        return self._result(lane, proposal_to_proto(token_ids, candidates, parents), "suffix", time.time_ns())
+
+    def _result(
+        self, lane: DraftLane, proposal: worker_pb2.Proposal, source: str, began_ns: int
+    ) -> draft_pb2.DraftResult:
+        """An answer with a proposal of that source, asked for then (Unix nanoseconds)."""
+        ended_ns, sequence = time.time_ns(), lane.sequence
+        attributes: dict[str, str | int] = {NUM_DRAFT_TOKENS: len(proposal.token_ids), DRAFT_SOURCE: source}
+        self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
         return draft_pb2.DraftResult(
             sequence_id=lane.sequence_id,
-            position=lane.sequence.num_committed,
+            position=sequence.num_committed,
             status=draft_pb2.DRAFT_STATUS_PROPOSED,
-            proposal=proposal_to_proto(token_ids, candidates, parents),
-            num_computed=_num_computed(lane.sequence),
+            proposal=proposal,
+            seconds=(ended_ns - began_ns) / 1e9,
+            num_computed=min(sequence.num_computed_tokens, sequence.num_committed),
         )
-
-    def _trace(self, lane: DraftLane, source: str, began_ns: int, ended_ns: int, num_tokens: int) -> None:
-        attributes: dict[str, str | int] = {NUM_DRAFT_TOKENS: num_tokens, DRAFT_SOURCE: source}
-        self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
 
     def _announce_drain(self, stream: Stream) -> None:
         stream.end()
-
-
-def _num_computed(sequence: Sequence) -> int:
-    """Of its committed tokens."""
-    return min(sequence.num_computed_tokens, sequence.num_committed)
 
 
 def _refusal(sequence_id: int, position: int, status: draft_pb2.DraftStatus) -> draft_pb2.DraftResult:
