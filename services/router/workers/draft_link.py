@@ -103,7 +103,7 @@ class DraftLane:
     def prefill(self, token_ids: Sequence[int], traceparent: str) -> None:
         """Has the drafter compute the prompt's KV while the target does."""
         if self.available and self._fits(token_ids):
-            self._tell(token_ids, 0, traceparent)
+            self._tell(token_ids, draft_pb2.Propose(traceparent=traceparent))
 
     async def propose(
         self,
@@ -116,11 +116,17 @@ class DraftLane:
         """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or with more `num_nodes` than
         these a tree of so many; or None. Tokens known to be accepted less often than `least_likelihood` are left out:
         maybe all."""
+        wanted = draft_pb2.Propose(
+            num_draft_tokens=num_draft_tokens,
+            num_nodes=num_nodes,
+            least_likelihood=least_likelihood,
+            traceparent=traceparent,
+        )
         for _ in range(2):  # the second time with all tokens, if the drafter had forgotten the sequence
             self._take_late_answer()
             if not self.available or not self._fits(token_ids):
                 return None
-            link = self._tell(token_ids, num_draft_tokens, traceparent, num_nodes, least_likelihood)
+            link = self._tell(token_ids, wanted)
             num_unseen = len(token_ids) - self._num_computed
             ask = self._ask = link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
             await asyncio.wait([ask.answer], timeout=ask.due - time.monotonic())
@@ -155,14 +161,8 @@ class DraftLane:
         self._outgrown = info is not None and len(token_ids) >= info.max_context
         return not self._outgrown
 
-    def _tell(
-        self,
-        token_ids: Sequence[int],
-        num_draft_tokens: int,
-        traceparent: str,
-        num_nodes: int = 0,
-        least_likelihood: float = 0.0,
-    ) -> DraftLink:
+    def _tell(self, token_ids: Sequence[int], wanted: draft_pb2.Propose) -> DraftLink:
+        """Tells the drafter what it has not heard of, and what is `wanted` behind it."""
         link, told = self.link, self.num_told
         assert link is not None
         if told == 0:
@@ -170,15 +170,8 @@ class DraftLane:
             self._num_computed = 0
             # An answer that is still to be looked at is about the sequence as it was elsewhere.
             self._ask = None
-        propose = draft_pb2.Propose(
-            sequence_id=self._sequence_id,
-            base_length=told,
-            token_ids=token_ids[told:],
-            num_draft_tokens=num_draft_tokens,
-            traceparent=traceparent,
-            num_nodes=num_nodes,
-            least_likelihood=least_likelihood,
-        )
+        propose = draft_pb2.Propose(sequence_id=self._sequence_id, base_length=told, token_ids=token_ids[told:])
+        propose.MergeFrom(wanted)
         if told == 0:
             propose.params.CopyFrom(params_to_proto(self._params))
             propose.num_prompt_tokens = self._num_prompt_tokens
