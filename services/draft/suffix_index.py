@@ -52,11 +52,6 @@ class SuffixIndex:
         """How many texts there are."""
         return len(self._texts)
 
-    @property
-    def num_places(self) -> int:
-        """What it remembers of them, in entries."""
-        return sum(map(len, self._places.values()))
-
     def extend(self, text_id: int, token_ids: Sequence[int]) -> Sequence[int]:
         """Adds tokens to a text, which begins with its first; returns all of it."""
         text = self._texts.setdefault(text_id, [])
