@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.draft.calibration import Calibration
 from services.draft.suffix_index import LONGEST_MATCH, Match
+from shared.policy.calibration import Calibration, observe_proposal
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 
 
@@ -28,17 +28,12 @@ class Copied:
         """Tells what became of those whose turn came, by the tokens that were committed behind the proposal's
         beginning."""
         parents = self.proposal.parents or range(len(self.proposal))
-        row = 0
-        for token in committed:
-            turns = [i for i, parent in enumerate(parents) if parent == row]
-            accepted = None
-            for i in turns:
-                kept = self.proposal.token_ids[i] == token
-                calibration.observe(self.guesses[i], kept)
-                accepted = i if kept else accepted
-            if accepted is None:
-                return
-            row = accepted + 1
+        observe_proposal(
+            self.proposal.token_ids,
+            parents,
+            committed,
+            lambda i, accepted: calibration.observe(self.guesses[i], accepted),
+        )
 
 
 def copy(
@@ -73,8 +68,7 @@ def copy(
         guesses.append(guess)
         num_expected -= negative
         branch(len(token_ids), -negative, followers, depth)
-    in_a_chain = parents == list(range(len(parents)))
-    proposal = Proposal(tuple(token_ids), parents=() if in_a_chain else tuple(parents))
+    proposal = Proposal(tuple(token_ids), parents=tuple(parents)).as_chain()
     return Copied(proposal, tuple(guesses), num_expected)
 
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from services.draft.tree import DraftTree
 from shared.engine.sequence import Sequence
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, SampledTokens
 

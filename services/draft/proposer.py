@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shared.sampling.coupled import coupled_scores, draw_coupled
+from shared.sampling.branching import branch
+from shared.sampling.coupled import draw_coupled
 from shared.sampling.filters import sampling_logprobs
 from shared.sampling.rejection import draw as draw_index
 from shared.sampling.rejection import truncate
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import Candidates, Child, SampledTokens
+from shared.sampling.sampled import Candidates, SampledTokens
 
 
 def draw(
@@ -72,27 +72,7 @@ def _draw_and_branch(
     for sequence in rows:
         row_ids[bool(sequence.num_children)] += range(first_row, first_row + sequence.num_rows)
         first_row += sequence.num_rows
-    branched = iter(_branch(logits[torch.tensor(row_ids[True], device=logits.device)], growing))
+    branched = iter(branch(logits[torch.tensor(row_ids[True], device=logits.device)], growing))
     others = logits[torch.tensor(row_ids[False], dtype=torch.int64, device=logits.device)]
     drawn = iter(draw(others, drawing, mass, max_entries, generator) if drawing else ())
-    return [next(branched) if sequence.num_children else next(drawn) for sequence in rows]
-
-
-def _branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[SampledTokens]:
-    """What the target may draw at each row, whose noise the drafter knows: the largest of its own logprobs + noise, and
-    as how likely a softmax of these sees them."""
-    scores = coupled_scores(sampling_logprobs(logits, rows), rows)
-    most = min(max(sequence.num_children for sequence in rows), scores.shape[1])
-    best, ids = scores.topk(most)
-    logprobs = (best - scores.logsumexp(1, keepdim=True)).tolist()
-    token_ids = ids.tolist()
-    branched, row = [], 0
-    for sequence in rows:
-        children = []
-        for _ in range(sequence.num_rows):
-            pairs = zip(token_ids[row], logprobs[row], strict=True)
-            likely = [Child(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]
-            children.append(tuple(likely[: sequence.num_children]))
-            row += 1
-        branched.append(SampledTokens((), children=tuple(children)))
-    return branched
+    return [SampledTokens((), children=next(branched)) if sequence.num_children else next(drawn) for sequence in rows]

@@ -17,12 +17,12 @@ from services.draft.no_model import engine_without_model
 from services.draft.proposer import draw
 from services.draft.settings import NO_MODEL, DraftSettings
 from services.draft.suffix_source import Manuscript, SuffixSource
-from services.draft.tree import WIDTH
 from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.policy.acceptance import Acceptance
 from shared.prefix.block_hash import root_hash
+from shared.sampling.draft_tree import WIDTH
 from shared.sampling.sampled import Candidates
 from shared.security.identity import Identity
 from shared.settings import StartupError

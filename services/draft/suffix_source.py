@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.draft.calibration import Calibration
 from services.draft.copied import Copied, copy
 from services.draft.past_outputs import PastOutputs
 from services.draft.suffix_index import SuffixIndex
+from shared.policy.calibration import Calibration
 
 _OWN_TEXT = 0
 

@@ -13,6 +13,7 @@ from services.target.checks import check_request
 from services.target.gathering import Gathering
 from services.target.hand_over import HandOver
 from services.target.neighbours import Neighbours, Stream
+from services.target.self_drafting import self_drafting
 from services.target.settings import TargetSettings
 from services.target.step_log import StepLog
 from services.target.stored_prefixes import StoredPrefixes
@@ -101,6 +102,7 @@ class TargetServicer(
     def _info(self) -> worker_pb2.WorkerInfo:
         info = super()._info()
         info.role = self._role
+        info.draft_source = self.engine.draft_source
         return info
 
     def _announce_drain(self, stream: Stream) -> None:
@@ -249,7 +251,7 @@ class TargetServicer(
         for gain in outcome.gains:
             lane = self._lanes[gain.sequence]
             results[lane.stream].append(self._result(lane, gain, outcome))
-            if gain.num_draft_tokens and gain.sequence.num_steps == 0:
+            if gain.num_draft_tokens and not gain.self_drafted and gain.sequence.num_steps == 0:
                 self._gathering.left(gain.sequence)
             if gain.sequence.finish is not None:
                 self._on_release(lane.stream, lane.sequence_id)
@@ -310,7 +312,14 @@ class TargetServicer(
             num_accepted=sampled.num_accepted,
             logprobs=logprobs_to_proto(sampled.logprobs),
             cached_tokens=sequence.num_cached_tokens if first else 0,
+            self_drafted=_drafted_to_proto(gain.self_drafted),
         )
+
+
+def _drafted_to_proto(proposal: Proposal) -> worker_pb2.Proposal | None:
+    if not proposal:
+        return None
+    return worker_pb2.Proposal(token_ids=proposal.token_ids, parents=proposal.parents)
 
 
 def _refusal(sequence_id: int, status: target_pb2.StepStatus) -> target_pb2.StepResult:
@@ -357,7 +366,7 @@ async def serve(settings: TargetSettings) -> None:
                 closing.push_async_callback(publisher.close)
                 servicer.publish_to(publisher)
 
-        load = functools.partial(load_engine, settings, verify)
+        load = functools.partial(load_engine, settings, verify, lambda model: self_drafting(settings, model))
         await run_worker(server, servicer, settings, load, connect, settings.role)
 
 

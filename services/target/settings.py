@@ -20,6 +20,14 @@ class TargetSettings(WorkerSettings):
     role: Literal["both", "prefill", "decode"] = Field(
         default="both", description="Part in the deployment: prefill, decode, or both."
     )
+    head: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Heads on this model's hidden states that draft for it, Medusa's: a local folder or a hub name.",
+    )
+    early_exit: int | None = Field(
+        default=None, ge=1, description="Draft with the model's first so many layers; where there is no head."
+    )
     kv_transfer: Literal["auto", "nixl", "grpc"] = Field(
         default="auto",
         description="How KV blocks are read from other workers: nixl, grpc, or auto: nixl where both ends have it.",

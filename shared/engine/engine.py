@@ -19,10 +19,15 @@ from shared.engine.memory import available_memory, device_cache_bytes, host_cach
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from shared.engine.self_drafting.drafter import SelfDrafter
+from shared.engine.self_drafting.rounds import SelfDrafting
 from shared.engine.self_test import self_test
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
+from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
 from shared.settings import StartupError
@@ -41,11 +46,13 @@ _MAX_FAILED_STEPS = 3
 
 
 class Gain(NamedTuple):
-    """What a step brought one sequence, and the draft tokens it was asked to verify."""
+    """What a step brought one sequence, and how many draft tokens it verified; `self_drafted`: these themselves, where
+    the engine drafted them."""
 
     sequence: Sequence
     sampled: SampledTokens
     num_draft_tokens: int
+    self_drafted: Proposal = EMPTY_PROPOSAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class Engine:
         self._sample = sample
         self._runner = ModelRunner(model, pool)
         self.step_costs: list[tuple[int, float]] = []
+        self._self_drafting: SelfDrafting | None = None
         self._num_failed_steps = 0
 
     @property
@@ -116,12 +124,23 @@ class Engine:
         self_test(self.model, self._runner)
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
+    def draft_by(self, drafter: SelfDrafter) -> None:
+        """From now on the steps that sequences take by themselves are rounds, where that pays; once warmed up."""
+        self._self_drafting = SelfDrafting(drafter, self.pool, SelfDraftingPolicy(StepCosts(self.step_costs)))
+
+    @property
+    def draft_source(self) -> str:
+        """What drafts for those steps; empty if nothing does."""
+        return "" if self._self_drafting is None else self._self_drafting.source
+
     def step(self) -> StepOutcome | None:
         """Runs one step, and those behind it that nobody could have a say in; None when there is nothing to do.
 
         Raises EngineBroken after an accelerator's own error, or when several steps in a row failed for all their
         sequences and for one token as well.
         """
+        if self._self_drafting is not None:
+            self._self_drafting.propose(self.scheduler)
         began, began_ns = time.perf_counter(), time.time_ns()
         plan = self.scheduler.schedule()
         if plan is None:
@@ -136,6 +155,8 @@ class Engine:
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
+        if self._self_drafting is not None:
+            self._self_drafting.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
         num_following = 0
         while not failed and (following := self.scheduler.following(plan)) is not None:
             rows = self._compute(following)
@@ -195,9 +216,18 @@ class Engine:
     def _complete(self, plan: StepPlan, rows: list[tuple[SampleRows, SampledTokens]]) -> list[Gain]:
         sampled = [tokens for _, tokens in rows]
         self._runner.keep_paths(plan, sampled)
+        drafting = self._self_drafting
+        if drafting is not None:
+            drafting.observe(plan, self.model.captured, sampled)
         gained = self.scheduler.complete(plan, sampled)
         return [
-            Gain(sequence, tokens, len(row.proposal)) for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
+            Gain(
+                sequence,
+                tokens,
+                len(row.proposal),
+                EMPTY_PROPOSAL if drafting is None else drafting.drafted(sequence),
+            )
+            for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
         ]
 
     def _can_compute(self) -> bool:

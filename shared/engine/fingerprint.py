@@ -13,8 +13,9 @@ from shared.engine.kv_pool import LAYOUT_VERSION
 _SAMPLED_ELEMENTS = 64
 
 
-def model_fingerprint(model: PreTrainedModel, block_size: int) -> str:
-    """SHA-256 over weights identity, config, dtype, block size and layout version, as 32 hex digits.
+def model_fingerprint(model: PreTrainedModel, block_size: int, beside: str = "") -> str:
+    """SHA-256 over weights identity, config, dtype, block size and layout version, and what blocks hold `beside` the
+    model's KV, as 32 hex digits.
 
     A weight counts by name, shape and evenly spaced elements: enough to tell checkpoints and fine-tunes
     apart, without reading gigabytes. Call it before weights are repacked.
@@ -24,7 +25,7 @@ def model_fingerprint(model: PreTrainedModel, block_size: int) -> str:
     for volatile in ("_name_or_path", "transformers_version", "_attn_implementation_autoset", "dtype"):
         config.pop(volatile, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    digest.update(f"{model.dtype} {block_size} {LAYOUT_VERSION}".encode())
+    digest.update(f"{model.dtype} {block_size} {LAYOUT_VERSION}{beside}".encode())
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().flatten()
         # An odd step from end to end: an even one could meet the same column of every row.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.grouping import Indices
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
+from shared.engine.captures import Captures
 from shared.engine.context_limit import context_limit
+from shared.engine.decoder_layers import decoder_of, first_layers
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
@@ -51,6 +55,8 @@ class CausalLM:
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
         self.kv_shape, self.attention = _probe_attention(model, name)
+        self.num_layers = self.kv_shape.num_layers
+        self._beside = ""
         limit = context_limit(config, [layer.sliding_window for layer in self.attention])
         self.max_context = limit.num_tokens
         if limit.reason:
@@ -58,6 +64,10 @@ class CausalLM:
         # Kernels of our own for this device and type, if there are any.
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
+        self._captured_layers: tuple[int, ...] = ()
+        self._captures: Captures | None = None
+        self.captured: Tensor | None = None
+        """What of the latest step was to be captured, `[T, layers, hidden]`."""
         # Bits by layer. The weights are rounded already, and rounded again are the same.
         self._quantised = {} if quantize == "none" else self._quantise(quantize)
 
@@ -91,6 +101,23 @@ class CausalLM:
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
         return cls(model, folder.name if folder.is_dir() else source, native, quantize)
 
+    def capture(self, layers: Sequence[int]) -> None:
+        """Has every step keep what its tokens look like before these layers in `captured`: with the number of layers,
+        as the head sees it, behind the last one and its norm. Raises StartupError if they cannot be found."""
+        self._captured_layers = tuple(layers)
+        self._captures = Captures(decoder_of(self._model, self.name), layers)
+
+    def first_layers(self, num_layers: int) -> CausalLM:
+        """The same model, which is packed by now, without the layers behind the first so many. It draws on the same
+        weights, and captures nothing. Raises StartupError if they cannot be found."""
+        part = copy.copy(self)
+        part._captured_layers, part._captures, part.captured = (), None, None
+        if self._packed is not None:
+            part._packed = self._packed.first_layers(num_layers)
+        else:
+            part._model = first_layers(self._model, num_layers, self.name)
+        return part
+
     def forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
         """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids` `[T]`.
 
@@ -98,14 +125,16 @@ class CausalLM:
         """
         if isinstance(self._packed, NativeDecoder):
             assert batch.native is not None
-            return self._packed.forward(token_ids, batch.native, rows)
+            logits, self.captured = self._packed.forward(token_ids, batch.native, rows, self._captured_layers)
+            return logits
         return self._torch_forward(token_ids, batch, rows)
 
     @torch.inference_mode()
     def _torch_forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
         ids, positions, kept = (torch.from_numpy(array).to(self.device) for array in (token_ids, batch.positions, rows))
         if isinstance(self._packed, PackedLlama):
-            return self._packed.forward(ids, positions, batch, kept)
+            packed_logits, self.captured = self._packed.forward(ids, positions, batch, kept, self._captured_layers)
+            return packed_logits
         logits: Tensor = self._model(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -113,6 +142,8 @@ class CausalLM:
             logits_to_keep=kept,
             attention_batch=batch,
         ).logits
+        if self._captures is not None:
+            self.captured = self._captures.take()
         return logits[0]
 
     @torch.inference_mode()
@@ -125,8 +156,13 @@ class CausalLM:
         finally:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
+    def extend_kv(self, num_layers: int, fingerprint: str) -> None:
+        """Has blocks hold so many layers of KV more, behind the model's own, of what is known by that fingerprint."""
+        self.kv_shape = self.kv_shape._replace(num_layers=self.num_layers + num_layers)
+        self._beside = fingerprint
+
     def fingerprint(self, block_size: int) -> str:
-        return model_fingerprint(self._model, block_size)
+        return model_fingerprint(self._model, block_size, self._beside)
 
     def pack(self) -> None:
         """Lays the weights out for speed on CPU. Fingerprint and reference logits must have been taken before."""
@@ -137,11 +173,11 @@ class CausalLM:
         quantised, self._quantised = self._quantised, {}
         if self.kernels is not None and NativeDecoder.fits(self._model, self.kv_shape, self.attention):
             self._packed = NativeDecoder(self.kernels, self._model, self.kv_shape, self.attention, quantised)
-            logger.info("model packed for kernels of its own", extra={"layers": self.kv_shape.num_layers})
+            logger.info("model packed for kernels of its own", extra={"layers": self.num_layers})
             return
         if self.kernels is None and PackedLlama.fits(self._model):
             self._packed = PackedLlama(self._model)
-            logger.info("Llama layers packed for oneDNN", extra={"layers": self.kv_shape.num_layers})
+            logger.info("Llama layers packed for oneDNN", extra={"layers": self.num_layers})
             return
         packed = pack_linears(
             self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)), self.kernels, quantised

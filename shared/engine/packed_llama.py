@@ -8,6 +8,8 @@ still admitted by the self-test, against its own forward.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,15 +68,32 @@ class PackedLlama:
         """Whether the model is exactly a Llama (not a subclass, which may compute something else), worth packing."""
         return type(model) is LlamaForCausalLM and can_pack(model.lm_head.weight)
 
-    def forward(self, token_ids: Tensor, position_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
-        """As `CausalLM.forward`: packed ids and positions `[T]` to logits `[R, vocab_size]` at `rows` `[R]`."""
+    def first_layers(self, num_layers: int) -> PackedLlama:
+        """The same weights without the layers behind the first so many."""
+        part = copy.copy(self)
+        part._layers = self._layers[:num_layers]
+        return part
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        captured_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `CausalLM.forward`: packed ids and positions `[T]` to logits `[R, vocab_size]` at `rows` `[R]`; and what
+        is captured, `[T, len(captured_layers), hidden]`."""
         num_tokens, num_rotated = len(token_ids), self._num_heads + self._num_kv_heads
         x = self._embed(token_ids)
         cos, sin = (part.transpose(0, 1) for part in self._rotary(x, position_ids.unsqueeze(0)))
         # rotate_half(x) * sin, as one half-turn of x times sin with its first half negated
         half = self._head_dim // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        captured: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):
+            if i in captured_layers:
+                captured[i] = x
             heads = layer.qkv.product(_normalise(layer.attention_norm, x)).view(num_tokens, -1, self._head_dim)
             rotated = heads[:, :num_rotated]
             rotated = torch.addcmul(rotated * cos, rotated.roll(half, -1), sin)
@@ -83,7 +102,10 @@ class PackedLlama:
             x = x + layer.out.product(attended.reshape(num_tokens, -1))
             gate, up = layer.gate_up.product(_normalise(layer.mlp_norm, x)).chunk(2, dim=-1)
             x = x + layer.down.product(layer.activation(gate) * up)
-        return self._head.product(_normalise(self._norm, x[rows]))
+        if not captured_layers:
+            return self._head.product(_normalise(self._norm, x[rows])), None
+        captured[len(self._layers)] = normal = _normalise(self._norm, x)
+        return self._head.product(normal[rows]), torch.stack([captured[i] for i in captured_layers], dim=1)
 
 
 def _normalise(norm: Any, x: Tensor) -> Tensor:

@@ -113,6 +113,22 @@ class Scheduler:
     def sequences(self) -> Iterable[Sequence]:
         return chain(self._running, self._waiting)
 
+    def decoding(self) -> list[Sequence]:
+        """Those that draw in the next step behind their last token, which alone is to be computed, with no proposal."""
+        return [
+            each for each in self._running if each.num_steps > 0 and each.num_pending_tokens == 1 and not each.forks
+        ]
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Blocks for so many tokens of one that is decoding, from its last token on, to write to before the next step;
+        copies to make first, as in a step. None if there is no room: every other one must be able to go on."""
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        num_needed = len(sequence.block_table) - start // self.block_size + -(-num_tokens // self.block_size)
+        if self.pool.num_allocatable < num_needed + len(self._running):
+            return None
+        return self._prepare_blocks(sequence, start, end)
+
     def add(self, sequence: Sequence) -> None:
         """Takes in a sequence with its forks; each gets its blocks when a step has room for it."""
         if sequence.kv_import is None:

@@ -86,6 +86,11 @@ class Sequence:
         return 1 + len(self.proposal) - self.first_row
 
     @property
+    def num_tokens_left(self) -> int:
+        """How many more tokens it may have."""
+        return self.params.max_tokens - (len(self.token_ids) - self.num_prompt_tokens)
+
+    @property
     def num_drawn(self) -> int:
         """A drafter's draws behind the committed tokens."""
         return len(self.token_ids) - self.num_committed
@@ -180,7 +185,7 @@ class Sequence:
         return path[1:]
 
     def _until_finish(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        room = self.params.max_tokens - (len(self.token_ids) - self.num_prompt_tokens)
+        room = self.num_tokens_left
         for i, token in enumerate(tokens[:room]):
             if token in self.params.stop_token_ids:
                 self.finish = Finish.STOPPED

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Temperatures up to this one are greedy: they would leave the likeliest token alone, and float32 cannot divide
 # by the least of them.
 GREEDY_TEMPERATURE = 1e-6
+
+
+class SelfDraft(NamedTuple):
+    """What the target may draft itself for the steps that it takes without the router: with `num_draft_tokens` a chain
+    of so many, or with more `num_nodes` than these a tree of those; without, what pays."""
+
+    num_draft_tokens: int | None = None
+    num_nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +26,7 @@ class SamplingParams:
     `seed` with `sequence_index` and a token's absolute position names that token's noise (coupled
     sampling); without a seed, rejection sampling is used. `stop_token_ids` holds all that end the
     sequence, the model's own included unless the request ignores them. `logprobs` is how many of the
-    likeliest tokens to report; None reports nothing.
+    likeliest tokens to report; None reports nothing. `self_draft`: None where the target drafts nothing itself.
     """
 
     temperature: float = 1.0
@@ -34,6 +43,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    self_draft: SelfDraft | None = None
 
     @property
     def greedy(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class Proposal:
     def depths(self) -> Sequence[int]:
         """Of each row, how many draft tokens come before what it predicts: 0 for row 0."""
         return depths_of(self.parents) if self.parents else range(len(self.token_ids) + 1)
+
+    def as_chain(self) -> Proposal:
+        """The same without `parents`, if each follows the one before."""
+        return replace(self, parents=()) if self.parents == tuple(range(len(self.parents))) else self
 
     def lineage(self, row: int) -> list[int]:
         """The draft tokens up to and including that of this row, first to last; none for row 0."""

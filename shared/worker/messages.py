@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.v1 import inference_pb2, worker_pb2
 
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, TokenLogprobs
 
@@ -27,6 +27,7 @@ def params_to_proto(params: SamplingParams) -> worker_pb2.SequenceParams:
         max_tokens=params.max_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
         logprobs=params.logprobs,
+        self_draft=None if params.self_draft is None else worker_pb2.SelfDraft(**params.self_draft._asdict()),
     )
 
 
@@ -46,7 +47,12 @@ def params_from_proto(message: worker_pb2.SequenceParams) -> SamplingParams:
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        self_draft=_self_draft(message.self_draft) if message.HasField("self_draft") else None,
     )
+
+
+def _self_draft(message: worker_pb2.SelfDraft) -> SelfDraft:
+    return SelfDraft(message.num_draft_tokens if message.HasField("num_draft_tokens") else None, message.num_nodes)
 
 
 def proposal_to_proto(

@@ -15,12 +15,12 @@ from torch import Tensor
 from services.draft.drafter import Drafter
 from services.draft.proposer import draw
 from services.draft.settings import DraftSettings
-from services.draft.tree import WIDTH, DraftTree
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence
 from shared.prefix.block_hash import root_hash
 from shared.sampling.coupled import gumbel_noise
+from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.draft.calibration import Calibration
 from services.draft.copied import Copied, copy
 from services.draft.past_outputs import PastOutputs
 from services.draft.suffix_index import LONGEST_MATCH, SuffixIndex
 from services.draft.suffix_source import SuffixSource
+from shared.policy.calibration import Calibration
 from shared.sampling.proposal import Proposal
 
 SHORTEST = 2

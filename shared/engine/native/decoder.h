@@ -28,6 +28,14 @@ struct Decoder {
     float norm_eps, embedding_scale, logit_softcap;
 };
 
+// What the tokens of a step look like on their way: before each of these layers, or with the number of layers as the head
+// sees it, behind the last one and its norm. `out` [tokens, num, hidden].
+struct Captures {
+    const int32_t *layers;
+    int64_t num;
+    float *out;
+};
+
 static inline Floats activate(int activation, Floats x) {
     if (activation == SILU) return x / (1.0f + exp(-x));
     return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
@@ -105,6 +113,22 @@ static inline void embed(const Decoder &model, const int64_t *tokens, int64_t nu
             bf16 value = model.embedding ? model.embedding[tokens[t] * model.hidden + k]
                                          : panel[k / 2 * PANEL * 2 + k % 2];
             x[k] = to_float(value) * model.embedding_scale;
+        }
+    }
+}
+
+// Called by every thread of a team. What is to be kept of `stream` [T, hidden] before that layer.
+static inline void capture(const Decoder &model, const Captures &captures, int layer, int64_t num_tokens,
+                           const float *stream) {
+    for (int64_t c = 0; c < captures.num; c++) {
+        if (captures.layers[c] != layer) continue;
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < num_tokens; t++) {
+            const float *x = stream + t * model.hidden;
+            float *to = captures.out + (t * captures.num + c) * model.hidden;
+            bool last = layer == model.num_layers;
+            float scale = last ? rms_scale(x, model.hidden, model.norm_eps) : 1.0f;
+            for (int64_t k = 0; k < model.hidden; k++) to[k] = last ? x[k] * scale * model.final_norm[k] : x[k];
         }
     }
 }

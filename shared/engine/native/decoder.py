@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import byref
+from ctypes import addressof, byref, c_int32
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from transformers import (
 
 from shared.engine.attention.grouping import Indices
 from shared.engine.kv_pool import KVShape
-from shared.engine.native.library import Attention, Decoder, Layer, Library
+from shared.engine.native.library import Attention, Captures, Decoder, Layer, Library
 from shared.engine.native.matrix import PANEL, NativeMatrix, weight_of
 from shared.engine.native.step import NativeStep
 from shared.engine.quantised_weight import QuantisedWeight
@@ -71,9 +73,8 @@ class NativeDecoder:
         self._quantised = quantised
         self._kept: list[object] = []
         self._norm_offset = 1.0 if type(model) in _GEMMAS else 0.0
-        self._rotary = decoder.rotary_emb
         # Gemma 3 has frequencies of their own for layers with a window.
-        self._layer_types: list[str | None] = (
+        layer_types: list[str | None] = (
             list(config.layer_types) if isinstance(model, Gemma3ForCausalLM) else [None] * len(decoder.layers)
         )
         self._vocab_size = model.lm_head.out_features
@@ -85,24 +86,22 @@ class NativeDecoder:
             _free(embedding)
         else:
             self._kept.append(embedding.weight)
-        self._layers = (Layer * len(decoder.layers))(
+        layers = (Layer * len(decoder.layers))(
             *(self._describe(layer, how) for layer, how in zip(decoder.layers, attention, strict=True))
         )
         del self._quantised
-        self._num_positions = 0
-        self._rotations: dict[str | None, tuple[Tensor, Tensor]] = {}
-        self._reach(1)
+        self._rotations = _Rotations(decoder.rotary_emb, layers, layer_types)
         self._struct = Decoder(
             embedding=None if tied else embedding.weight.data_ptr(),
             head=head.struct,
             final_norm=self._norm(decoder.norm),
-            layers=self._layers,
+            layers=layers,
             num_layers=len(decoder.layers),
             hidden=config.hidden_size,
             mlp=config.intermediate_size,
             num_heads=attention[0].num_heads,
             head_dim=shape.key_head_dim,
-            rotary_dim=2 * self._rotations[self._layer_types[0]][0].shape[1],
+            rotary_dim=self._rotations.dim,
             activation=_ACTIVATIONS[_activation(config)],
             norm_eps=config.rms_norm_eps,
             embedding_scale=scale,
@@ -126,10 +125,22 @@ class NativeDecoder:
             and model.lm_head.bias is None
         )
 
-    def forward(self, token_ids: Indices, step: NativeStep, rows: Indices) -> Tensor:
-        """As `CausalLM.forward`: packed ids `[T]` to logits `[R, vocab_size]` at `rows` `[R]`, in float32."""
-        self._reach(step.num_positions)
+    def first_layers(self, num_layers: int) -> NativeDecoder:
+        """The same weights without the layers behind the first so many."""
+        part = copy.copy(self)
+        part._struct = Decoder.from_buffer_copy(self._struct)
+        part._struct.num_layers = num_layers
+        return part
+
+    def forward(
+        self, token_ids: Indices, step: NativeStep, rows: Indices, captured_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """As `CausalLM.forward`: packed ids `[T]` to logits `[R, vocab_size]` at `rows` `[R]`, in float32; and what is
+        captured, `[T, len(captured_layers), hidden]` in float32."""
+        self._rotations.reach(step.num_positions)
         logits = torch.empty((len(rows), self._vocab_size))
+        captured = torch.empty((len(token_ids), len(captured_layers), self._struct.hidden))
+        layers = (c_int32 * len(captured_layers))(*captured_layers)
         self._library.forward(
             byref(self._struct),
             byref(step.pool),
@@ -138,9 +149,10 @@ class NativeDecoder:
             rows.ctypes.data,
             len(rows),
             logits.data_ptr(),
+            byref(Captures(addressof(layers), len(layers), captured.data_ptr())),
             torch.get_num_threads(),
         )
-        return logits
+        return logits, captured
 
     def _describe(self, layer: Any, how: LayerAttention) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -204,7 +216,25 @@ class NativeDecoder:
         values, scales = (_in_turns(_halves(list(each))) for each in zip(*(part[:2] for part in parts), strict=True))
         return parts[0]._replace(values=values, scales=scales)
 
-    def _reach(self, num_positions: int) -> None:
+
+class _Rotations:
+    """Cosines and sines that positions turn queries and keys by, as far as they are needed; the layers point to them.
+
+    `layer_types`: of each layer, by which its frequencies are chosen; None where all have the same.
+    """
+
+    def __init__(self, rotary: Any, layers: ctypes.Array[Layer], layer_types: Sequence[str | None]) -> None:
+        self._rotary, self._layers, self._layer_types = rotary, layers, layer_types
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._num_positions = 0
+        self.reach(1)
+
+    @property
+    def dim(self) -> int:
+        """Of a head, how much is turned."""
+        return 2 * self._tables[self._layer_types[0]][0].shape[1]
+
+    def reach(self, num_positions: int) -> None:
         """Has the rotations of positions 0 to `num_positions` - 1 at hand."""
         if num_positions <= self._num_positions:
             return
@@ -215,9 +245,9 @@ class NativeDecoder:
             like = torch.empty(0, dtype=torch.float32)
             angles = self._rotary(like, positions, *([] if layer_type is None else [layer_type]))
             cosines, sines = (part[0, :, : part.shape[-1] // 2].float().contiguous() for part in angles)
-            self._rotations[layer_type] = (cosines, sines)
+            self._tables[layer_type] = (cosines, sines)
         for layer, layer_type in zip(self._layers, self._layer_types, strict=True):
-            cosines, sines = self._rotations[layer_type]
+            cosines, sines = self._tables[layer_type]
             layer.cosines, layer.sines = cosines.data_ptr(), sines.data_ptr()
 
 

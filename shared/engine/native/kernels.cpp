@@ -10,7 +10,8 @@ extern "C" {
 
 // So that both sides are known to mean the same.
 int64_t outrider_sizes(int which) {
-    const int64_t sizes[] = {sizeof(Matrix), sizeof(Pool), sizeof(Batch), sizeof(Attention), sizeof(Layer), sizeof(Decoder)};
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Pool),    sizeof(Batch),   sizeof(Attention),
+                             sizeof(Layer),  sizeof(Decoder), sizeof(Captures)};
     return sizes[which];
 }
 
@@ -107,7 +108,8 @@ static void attend_tensors(const Attention &how, const Pool &pool, int layer, co
 
 template <class T>
 static void run_decoder(const Decoder &model, const Pool &pool, const Batch &batch, const int64_t *tokens,
-                        const int64_t *rows, int64_t num_rows, float *logits, int num_threads) {
+                        const int64_t *rows, int64_t num_rows, float *logits, const Captures &captures,
+                        int num_threads) {
     static thread_local Activations kept;
     Activations &a = kept;
     int64_t num_tokens = batch.num_tokens, widest = 0;
@@ -133,8 +135,11 @@ static void run_decoder(const Decoder &model, const Pool &pool, const Batch &bat
     {
         Team team(taken);
         embed(model, tokens, num_tokens, a.stream.data());
-        for (int i = 0; i < model.num_layers; i++)
+        for (int i = 0; i < model.num_layers; i++) {
+            capture(model, captures, i, num_tokens, a.stream.data());
             run_layer<T>(team, model, i, pool, batch, *plans.at(model.layers[i].attention.window), a);
+        }
+        capture(model, captures, model.num_layers, num_tokens, a.stream.data());
         Inputs input(a.input.data(), model.hidden);
         normalise_rows(a.stream.data(), model.final_norm, model.hidden, model.norm_eps, num_rows, rows, input);
         float cap = model.logit_softcap;
@@ -160,8 +165,8 @@ void outrider_attend(const Attention *how, const Pool *pool, int layer, const Ba
 
 // One step: `tokens` [T] to logits [num_rows, vocabulary] of the packed tokens `rows`, in floats.
 void outrider_forward(const Decoder *model, const Pool *pool, const Batch *batch, const int64_t *tokens,
-                      const int64_t *rows, int64_t num_rows, float *logits, int num_threads) {
-    run_decoder<bf16>(*model, *pool, *batch, tokens, rows, num_rows, logits, num_threads);
+                      const int64_t *rows, int64_t num_rows, float *logits, const Captures *captures, int num_threads) {
+    run_decoder<bf16>(*model, *pool, *batch, tokens, rows, num_rows, logits, *captures, num_threads);
 }
 
 }  // extern "C"

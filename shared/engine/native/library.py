@@ -106,11 +106,15 @@ class Decoder(Structure):
     ]
 
 
+class Captures(Structure):
+    _fields_ = [("layers", c_void_p), ("num", c_int64), ("out", c_void_p)]
+
+
 class Heads(Structure):
     _fields_ = [("data", c_void_p), ("token_stride", c_int64), ("head_stride", c_int64)]
 
 
-_STRUCTURES = (Matrix, Pool, Batch, Attention, Layer, Decoder)
+_STRUCTURES = (Matrix, Pool, Batch, Attention, Layer, Decoder, Captures)
 
 
 class Library:
@@ -136,7 +140,7 @@ class Library:
             self.attend.argtypes = [c_void_p, c_void_p, c_int, *[c_void_p] * 5, c_int]
             self.attend.restype = None
             self.forward = library.outrider_forward
-            self.forward.argtypes = [*[c_void_p] * 5, c_int64, c_void_p, c_int]
+            self.forward.argtypes = [*[c_void_p] * 5, c_int64, *[c_void_p] * 2, c_int]
             self.forward.restype = None
         except (OSError, AttributeError) as error:
             raise CannotBuild(f"{path} cannot be loaded: {error}") from error

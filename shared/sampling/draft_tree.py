@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shared.sampling.proposal import Proposal
@@ -14,11 +15,14 @@ WIDTH = 8
 
 class _Node(NamedTuple):
     """`parent`: index of the node that it follows, -1 where that is the last committed token. `logprob`: of all of its
-    line, from there on."""
+    line, from there on; `guess`: how likely its drafter took it to be behind the others, and `depth` how many these
+    are."""
 
     token_id: int
     parent: int
     logprob: float
+    guess: float
+    depth: int
 
 
 class DraftTree:
@@ -29,9 +33,20 @@ class DraftTree:
     that its steps look at the last level alone).
     """
 
-    def __init__(self, num_nodes: int, num_steps: int) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        num_steps: int,
+        *,
+        branching: bool = True,
+        likelihood: Callable[[float, int], float] | None = None,
+    ) -> None:
+        """Not `branching`, it is a chain. `likelihood`: what to make of a drafter's guess at that depth; None: it is
+        taken as it is."""
         self._num_nodes = num_nodes
         self._num_steps = num_steps
+        self._branching = branching
+        self._likelihood = likelihood
         self._nodes: list[_Node] = []
         # Those computed, in that order, and how many of them by the latest step; by the first one it was the root.
         self._computed: list[int] = []
@@ -40,30 +55,51 @@ class DraftTree:
     @property
     def num_children(self) -> int:
         """How many tokens that may follow a row are worth to know."""
-        return min(self._num_nodes, WIDTH)
+        return min(self._num_nodes, WIDTH) if self._branching else 1
 
     def take(self, children: Sequence[Sequence[Child]]) -> None:
         """Takes in what may follow each row that the latest step computed."""
         latest = self._computed[-self._num_latest :] if self._num_latest else [-1]
         for parent, found in zip(latest, children, strict=True):
-            before = self._nodes[parent].logprob if parent >= 0 else 0.0
-            self._nodes += [_Node(child.token_id, parent, before + child.logprob) for child in found]
+            before, depth = (self._nodes[parent].logprob, self._nodes[parent].depth + 1) if parent >= 0 else (0.0, 0)
+            for child in found:
+                guess, logprob = math.exp(child.logprob), child.logprob
+                if self._likelihood is not None:
+                    logprob = math.log(max(self._likelihood(guess, depth), 1e-9))
+                self._nodes.append(_Node(child.token_id, parent, before + logprob, guess, depth))
         self._num_steps -= 1
 
     def advance(self) -> tuple[Proposal, int] | None:
         """What the next step computes: all tokens computed so far and behind them its own, and the first row of these;
         None if the tree has grown."""
-        known = set(self._computed)
-        wanted = [i for i in self._likeliest() if i not in known][:WIDTH] if self._num_steps > 0 else []
+        wanted = self._wanted()
         if not wanted:
             return None
         self._computed += wanted
         self._num_latest = len(wanted)
         return self._proposal(self._computed), len(self._computed) - len(wanted) + 1
 
-    def proposal(self) -> Proposal:
-        """The likeliest tokens, best first, and so each behind the one that it follows."""
-        return self._proposal(self._likeliest())
+    @property
+    def prospect(self) -> float:
+        """How likely it is that one of the tokens which the next step would compute is accepted; 0 where the tree has
+        grown."""
+        return sum(math.exp(self._nodes[i].logprob) for i in self._wanted())
+
+    def likelihoods(self) -> list[float]:
+        """Of each token to propose, with all those before it: best first, as in the proposal."""
+        return [math.exp(self._nodes[i].logprob) for i in self._likeliest()]
+
+    def guesses(self, num_nodes: int) -> list[float]:
+        """The drafter's own, of each of the first so many tokens to propose."""
+        return [self._nodes[i].guess for i in self._likeliest()[:num_nodes]]
+
+    def proposal(self, num_nodes: int | None = None) -> Proposal:
+        """The likeliest tokens, all or so many, best first, and so each behind the one that it follows."""
+        return self._proposal(self._likeliest()[:num_nodes])
+
+    def _wanted(self) -> list[int]:
+        known = set(self._computed)
+        return [i for i in self._likeliest() if i not in known][:WIDTH] if self._num_steps > 0 else []
 
     def _likeliest(self) -> list[int]:
         """Indices of the nodes to propose, best first. Who follows another is no likelier, and comes later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
 _NUM_BINS: Final = 10
@@ -39,6 +40,27 @@ class Calibration:
             self._num_examined[i] *= scale
         if self._prior is not None:
             self._prior.observe(guess, accepted)
+
+
+def observe_proposal(
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    committed: Sequence[int],
+    observe: Callable[[int, bool], None],
+) -> None:
+    """Tells `observe`, by its place, what became of each draft token whose turn came, by what was committed behind the
+    proposal's beginning. `parents`: see `Proposal`, in chains as well."""
+    row = 0
+    for token in committed:
+        accepted = None
+        for i, (parent, draft) in enumerate(zip(parents, token_ids, strict=True)):
+            if parent == row:
+                kept = draft == token and accepted is None
+                observe(i, kept)
+                accepted = i if kept else accepted
+        if accepted is None:
+            return
+        row = accepted + 1
 
 
 def _bin(guess: float) -> int:

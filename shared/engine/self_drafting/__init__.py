@@ -1,0 +1,1 @@
+"""Drafting by the target itself: with heads on what it computes, or with its first layers."""

@@ -1,0 +1,51 @@
+"""What drafts inside a target worker, between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from shared.engine.scheduler import StepPlan
+from shared.engine.sequence import Sequence
+from shared.sampling.proposal import Proposal
+from shared.sampling.sampled import SampledTokens
+
+
+class Growing(NamedTuple):
+    """A sequence's tree as far as it is computed, and its newest tokens, which are to be: those of the rows from
+    `first_row` on."""
+
+    sequence: Sequence
+    proposal: Proposal
+    first_row: int
+
+    @property
+    def num_new(self) -> int:
+        return len(self.proposal) + 1 - self.first_row
+
+
+class SelfDrafter(Protocol):
+    """Draws on what the target's steps compute. It holds nothing of a sequence that is gone.
+
+    `source`: what it is called. `most_steps`: tokens in a line of its trees, at most. `uses_kv`: whether tokens of
+    trees are computed over blocks of their sequences, behind the last committed token's place.
+    """
+
+    source: str
+    most_steps: int
+    uses_kv: bool
+
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+        """A step is computed. `captured` `[T, layers, hidden]`: what it was asked to keep of its packed tokens;
+        `sampled`: what each scheduled sequence with rows gains, and has not taken in yet."""
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Whether it can draft behind the sequence's last token, of which nothing is computed yet."""
+
+    def begin(self, sequences: List[Sequence]) -> Tensor:
+        """Logits `[S, vocab_size]` of what follows the last committed token of each."""
+
+    def extend(self, growing: List[Growing]) -> Tensor:
+        """Logits `[R, vocab_size]` of what follows each of the newest tokens, tree by tree."""

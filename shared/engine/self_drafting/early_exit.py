@@ -1,0 +1,62 @@
+"""Early exit: the target's first layers draft, with its own norm and head (Elhoushi et al. 2024, LayerSkip)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from torch import Tensor
+
+from shared.engine.kv_pool import KVPool
+from shared.engine.model import CausalLM
+from shared.engine.runner import ModelRunner
+from shared.engine.scheduler import StepPlan
+from shared.engine.self_drafting.drafter import Growing
+from shared.engine.sequence import Sequence
+from shared.sampling.sampled import SampledTokens
+from shared.settings import StartupError
+
+# Tokens in a line, at most.
+_MOST_STEPS = 8
+
+
+class EarlyExit:
+    """Its KV is that of the target in these layers: what verification computes anew is the same."""
+
+    source = "early exit"
+    most_steps = _MOST_STEPS
+    uses_kv = True
+
+    def __init__(self, model: CausalLM, pool: KVPool, num_layers: int) -> None:
+        """`model` is laid out for serving by now. Raises StartupError if it has no more than so many layers, or they
+        cannot be told apart."""
+        if num_layers >= model.num_layers:
+            raise StartupError(
+                f"early_exit is {num_layers}: it must be below the {model.num_layers} layers of {model.name}"
+            )
+        self._runner = ModelRunner(model.first_layers(num_layers), pool)
+
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+        """It needs nothing but the tokens."""
+
+    def ready(self, sequence: Sequence) -> bool:
+        return True
+
+    def begin(self, sequences: List[Sequence]) -> Tensor:
+        return self._runner.run_packed(
+            [sequence.token_ids[-1] for sequence in sequences],
+            [len(sequence.token_ids) - 1 for sequence in sequences],
+            [1] * len(sequences),
+            [sequence.block_table for sequence in sequences],
+            range(len(sequences)),
+        )
+
+    def extend(self, growing: List[Growing]) -> Tensor:
+        tokens = [token for each in growing for token in each.proposal.token_ids[each.first_row - 1 :]]
+        return self._runner.run_packed(
+            tokens,
+            [len(each.sequence.token_ids) - 1 + each.first_row for each in growing],
+            [each.num_new for each in growing],
+            [each.sequence.block_table for each in growing],
+            range(len(tokens)),
+            [each.proposal.parents for each in growing],
+        )

@@ -1,0 +1,137 @@
+"""Whether a target drafts for itself, how far, and how many of the tokens it verifies: by measured goodput."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from shared.policy.overhead import nearest_power
+from shared.policy.step_costs import StepCosts
+
+# Of what steps brought so much is remembered, in steps.
+_MEMORY_STEPS: Final = 50.0
+# What was not tried yet is tried for so many steps, and so is again what seemed to be worse.
+_TRIAL_STEPS: Final = 8
+# That costs this share of the time at most, and comes no more often than each so many times its length.
+_TRIAL_SHARE: Final = 0.01
+_LEAST_TRIALS_APART: Final = 20.0
+# One way gives way to the other only if that brings so many times as much.
+_KEEP: Final = 1.02
+# A new measurement of what drafting takes counts so much against those before it.
+_WEIGHT: Final = 0.1
+
+
+class _Goodput:
+    """Tokens a second, by the latest steps."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self._seconds / self.num_steps if self.num_steps else 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        keep = 1 - 1 / _MEMORY_STEPS
+        self.num_steps = self.num_steps * keep + 1
+        self._tokens = self._tokens * keep + num_tokens
+        self._seconds = self._seconds * keep + seconds
+
+
+class _Load:
+    """What is known of steps among about so many sequences, with and without drafts, and what is going on."""
+
+    def __init__(self) -> None:
+        self.drafting, self.plain = _Goodput(), _Goodput()
+        self.drafts = True
+        # Of a trial of the other way so many steps are left, and the next begins then.
+        self.num_left = 0
+        self.next_trial = 0.0
+
+    def of(self, drafts: bool) -> _Goodput:
+        return self.drafting if drafts else self.plain
+
+
+class SelfDraftingPolicy:
+    """Decides, step by step, for all sequences of a worker that drafts for itself.
+
+    Drafting goes on while it brings more tokens a second than plain steps do, both as measured at that load, and what
+    brings less is tried again now and then, for a hundredth of the time. While it goes on, everything has its price in
+    the tokens that the time would bring otherwise: a further step of the drafter must promise more than it takes, and
+    so must each row of verification (of all sequences' draft tokens the likeliest, as many as bring most tokens a
+    second: the budget by survival of SmartSpec, Liu et al. 2024). `clock`: seconds.
+    """
+
+    def __init__(self, costs: StepCosts, clock: Callable[[], float] = time.monotonic) -> None:
+        """`costs`: of the target's steps."""
+        self._costs = costs
+        self._clock = clock
+        self._loads: dict[int, _Load] = {}
+        # Of a step of the drafter among that many sequences, by power of two.
+        self._draft_seconds: dict[int, float] = {}
+
+    def drafts(self, load: int) -> bool:
+        """Whether the next step of `load` sequences is to have drafts."""
+        at = self._at(load)
+        if at.num_left > 0:
+            return not at.drafts
+        if self._clock() >= at.next_trial and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
+            at.num_left = _TRIAL_STEPS
+            return not at.drafts
+        return at.drafts
+
+    def goes_on(self, load: int, prospect: float) -> bool:
+        """Whether a further step of the drafter pays that finds tokens behind others which are accepted so often, all
+        sequences' together."""
+        seconds = self._draft_seconds.get(nearest_power(load))
+        return seconds is None or prospect > seconds * self._price(load)
+
+    def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
+        """How many draft tokens to verify, of those with these likelihoods, best first, after `spent` seconds of
+        drafting."""
+        tokens, best, count = float(load), 0, 0
+        most = tokens / (self._costs.seconds(load) + spent)
+        for count, likelihood in enumerate(likelihoods, 1):
+            tokens += likelihood
+            rate = tokens / (self._costs.seconds(load + count) + spent)
+            if rate > most:
+                most, best = rate, count
+        return best
+
+    def observe_drafting(self, load: int, seconds: float) -> None:
+        """A step of the drafter for so many sequences took that long."""
+        bucket = nearest_power(load)
+        before = self._draft_seconds.get(bucket, seconds)
+        self._draft_seconds[bucket] = before + _WEIGHT * (min(seconds, 4 * before) - before)
+
+    def observe(self, load: int, drafted: bool, num_tokens: int, seconds: float) -> None:
+        """A step of `load` sequences brought so many tokens, drafting included in its time; no prompt was in it."""
+        at = self._at(load)
+        at.of(drafted).observe(num_tokens, seconds)
+        if at.num_left == 0 or drafted == at.drafts:
+            return
+        at.num_left -= 1
+        if at.num_left > 0:
+            return
+        one, other = at.of(at.drafts), at.of(not at.drafts)
+        if other.rate > _KEEP * one.rate:
+            at.drafts = not at.drafts
+            one, other = other, one
+        lost = max(0.0, 1 - other.rate / one.rate)
+        trial = _TRIAL_STEPS * other.step_seconds
+        at.next_trial = self._clock() + max(trial * lost / _TRIAL_SHARE, trial * _LEAST_TRIALS_APART)
+
+    def _price(self, load: int) -> float:
+        """Tokens that a second is worth."""
+        at = self._at(load)
+        return max(at.drafting.rate, at.plain.rate, load / self._costs.seconds(load) if not at.plain.num_steps else 0.0)
+
+    def _at(self, load: int) -> _Load:
+        return self._loads.setdefault(nearest_power(load), _Load())
