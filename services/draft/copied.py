@@ -27,10 +27,9 @@ class Copied:
     def observe(self, committed: Sequence[int], calibration: Calibration) -> None:
         """Tells what became of those whose turn came, by the tokens that were committed behind the proposal's
         beginning."""
-        parents = self.proposal.parents or range(len(self.proposal))
         observe_proposal(
             self.proposal.token_ids,
-            parents,
+            self.proposal.followed_rows(),
             committed,
             lambda i, accepted: calibration.observe(self.guesses[i], accepted),
         )

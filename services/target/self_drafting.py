@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from shared.engine.self_drafting.loader import load_head
-
 from services.target.settings import TargetSettings
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.self_drafting.early_exit import EarlyExit
+from shared.engine.self_drafting.loader import load_head
 from shared.settings import StartupError
 from shared.worker.service import MakeDrafter
 

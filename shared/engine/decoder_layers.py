@@ -41,9 +41,7 @@ def _path_to_decoder(model: PreTrainedModel, name: str) -> list[tuple[str, nn.Mo
             for child in full_name.split(".") if full_name else []:
                 path.append((child, getattr(path[-1][1], child)))
             return path
-    raise StartupError(
-        f"model {name} has no row of layers with a norm behind it: none can draft on what it computes"
-    )
+    raise StartupError(f"model {name} has no row of layers with a norm behind it: none can draft on what it computes")
 
 
 def _with_own_children(module: nn.Module) -> nn.Module:

@@ -56,6 +56,7 @@ class CausalLM:
         self.eos_token_ids = _eos_token_ids(model)
         self.kv_shape, self.attention = _probe_attention(model, name)
         self.num_layers = self.kv_shape.num_layers
+        self.hidden_size: int = config.hidden_size
         self._beside = ""
         limit = context_limit(config, [layer.sliding_window for layer in self.attention])
         self.max_context = limit.num_tokens
@@ -106,6 +107,23 @@ class CausalLM:
         as the head sees it, behind the last one and its norm. Raises StartupError if they cannot be found."""
         self._captured_layers = tuple(layers)
         self._captures = Captures(decoder_of(self._model, self.name), layers)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """`[T]` to `[T, hidden]`, as the first layer gets them."""
+        if self._packed is not None:
+            return self._packed.embed(token_ids)
+        embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+        return embedded
+
+    @torch.inference_mode()
+    def project(self, hidden: Tensor) -> Tensor:
+        """What the head makes of `[R, hidden]`, which are behind the last norm: `[R, vocab_size]`, uncapped."""
+        if self._packed is not None:
+            return self._packed.project(hidden)
+        head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        logits: Tensor = head(hidden)
+        return logits
 
     def first_layers(self, num_layers: int) -> CausalLM:
         """The same model, which is packed by now, without the layers behind the first so many. It draws on the same

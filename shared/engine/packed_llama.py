@@ -68,6 +68,15 @@ class PackedLlama:
         """Whether the model is exactly a Llama (not a subclass, which may compute something else), worth packing."""
         return type(model) is LlamaForCausalLM and can_pack(model.lm_head.weight)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """`[T]` to `[T, hidden]`, as the first layer gets them."""
+        embedded: Tensor = self._embed(token_ids)
+        return embedded
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """What the head makes of `[R, hidden]`, normalised by now: `[R, vocab_size]`."""
+        return self._head.product(hidden)
+
     def first_layers(self, num_layers: int) -> PackedLlama:
         """The same weights without the layers behind the first so many."""
         part = copy.copy(self)

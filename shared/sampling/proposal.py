@@ -34,6 +34,10 @@ class Proposal:
         """Of each row, how many draft tokens come before what it predicts: 0 for row 0."""
         return depths_of(self.parents) if self.parents else range(len(self.token_ids) + 1)
 
+    def followed_rows(self) -> Sequence[int]:
+        """Of each token the row that it follows, in chains as well."""
+        return self.parents or range(len(self.token_ids))
+
     def as_chain(self) -> Proposal:
         """The same without `parents`, if each follows the one before."""
         return replace(self, parents=()) if self.parents == tuple(range(len(self.parents))) else self
@@ -50,7 +54,7 @@ class Proposal:
 
     def num_agreeing(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, from the first on, were proposed one behind the other."""
-        parents = self.parents or range(len(self.token_ids))
+        parents = self.followed_rows()
         rows = {(parent, token): i for i, (parent, token) in enumerate(zip(parents, self.token_ids, strict=True), 1)}
         row, count = 0, 0
         while count < len(token_ids) and (next_row := rows.get((row, token_ids[count]))) is not None:

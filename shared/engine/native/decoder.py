@@ -81,11 +81,12 @@ class NativeDecoder:
         embedding = decoder.embed_tokens
         tied = embedding.weight.data_ptr() == model.lm_head.weight.data_ptr()
         scale = float(embedding.embed_scale.to(embedding.weight.dtype)) if type(model) in _GEMMAS else 1.0
-        head = self._pack(model.lm_head)
+        self._head = head = self._pack(model.lm_head)
+        self._embedding: Tensor | None = None
         if tied:
             _free(embedding)
         else:
-            self._kept.append(embedding.weight)
+            self._embedding = embedding.weight.detach()
         layers = (Layer * len(decoder.layers))(
             *(self._describe(layer, how) for layer, how in zip(decoder.layers, attention, strict=True))
         )
@@ -124,6 +125,15 @@ class NativeDecoder:
             and model.config.hidden_size % 2 == 0
             and model.lm_head.bias is None
         )
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """`[T]` to `[T, hidden]`, as the first layer gets them."""
+        rows = self._head.rows(token_ids) if self._embedding is None else self._embedding[token_ids]
+        return rows * float(self._struct.embedding_scale)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """What the head makes of `[R, hidden]`, normalised by now: `[R, vocab_size]`, in bf16 and uncapped."""
+        return self._head.product(hidden)
 
     def first_layers(self, num_layers: int) -> NativeDecoder:
         """The same weights without the layers behind the first so many."""

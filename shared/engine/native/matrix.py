@@ -72,6 +72,12 @@ class NativeMatrix:
             )
         return out.view(*x.shape[:-1], self.struct.outputs)
 
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Weights of these outputs, `[n, in_features]`; of a matrix in bf16."""
+        assert self.struct.bits == 16
+        panels = self._weight.view(torch.bfloat16).view(-1, (self.struct.inputs + 1) // 2, PANEL, 2)
+        return panels[outputs // PANEL, :, outputs % PANEL].flatten(1)[:, : self.struct.inputs]
+
 
 def weight_of(linear: nn.Linear, quantised: Mapping[nn.Linear, int]) -> Tensor | QuantisedWeight:
     """Of a layer whose bits `quantised` tells, what they hold."""

@@ -11,12 +11,12 @@ from shared.sampling.sampled import SampledTokens
 
 
 class Kept(NamedTuple):
-    """A scheduled sequence, the packed places of the computed tokens that it keeps, in text order, and the token that
-    follows the last of them: drawn now, or of the prompt."""
+    """A scheduled sequence, the packed places of the computed tokens that it keeps, which stand at its positions from
+    `item.start` on, and of each the token that follows it: of the prompt, accepted, or drawn now."""
 
     item: ScheduledSequence
     places: list[int]
-    next_token: int
+    following: list[int]
 
 
 def kept_tokens(plan: StepPlan, sampled: List[SampledTokens]) -> Iterator[Kept]:
@@ -24,12 +24,13 @@ def kept_tokens(plan: StepPlan, sampled: List[SampledTokens]) -> Iterator[Kept]:
     outcomes = iter(sampled)
     first = 0
     for item in plan.scheduled:
-        if not item.num_rows:
-            following = item.sequence.token_ids[item.start + item.num_tokens]
-            yield Kept(item, list(range(first, first + item.num_tokens)), following)
-        else:
+        places = list(range(first, first + item.num_tokens))
+        following = item.sequence.token_ids[item.start + 1 : item.start + item.num_tokens + 1]
+        if item.num_rows:
             tokens = next(outcomes)
-            row_0 = first + item.num_tokens - item.num_rows
+            row_0 = item.num_tokens - item.num_rows
             path = tokens.path or range(1, tokens.num_accepted + 1)
-            yield Kept(item, [*range(first, row_0 + 1), *(row_0 + row for row in path)], tokens.token_ids[-1])
+            places = [*places[: row_0 + 1], *(first + row_0 + row for row in path)]
+            following = [*following[:row_0], *tokens.token_ids]
+        yield Kept(item, places, following)
         first += item.num_tokens

@@ -33,9 +33,14 @@ class SelfDrafter(Protocol):
     trees are computed over blocks of their sequences, behind the last committed token's place.
     """
 
-    source: str
-    most_steps: int
-    uses_kv: bool
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def most_steps(self) -> int: ...
+
+    @property
+    def uses_kv(self) -> bool: ...
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         """A step is computed. `captured` `[T, layers, hidden]`: what it was asked to keep of its packed tokens;

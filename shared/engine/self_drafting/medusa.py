@@ -48,8 +48,10 @@ class Medusa:
     source = "medusa"
     uses_kv = False
 
-    def __init__(self, heads: List[MedusaHead]) -> None:
+    def __init__(self, heads: List[MedusaHead], dtype: torch.dtype) -> None:
+        """`dtype`: of the heads."""
         self._heads = heads
+        self._dtype = dtype
         # What the target saw last, `[hidden]`, before it drew the sequence's last token.
         self._hidden: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
         # Of the sequences that draft now, and by row: the logits of every head that was needed.
@@ -87,7 +89,5 @@ class Medusa:
     def _of_head(self, depth: int) -> Tensor:
         """`[S, vocab_size]` of the sequences that draft now."""
         if depth not in self._logits:
-            head = self._heads[depth]
-            x = self._stacked.to(next(head.parameters()).dtype)
-            self._logits[depth] = head(x)
+            self._logits[depth] = self._heads[depth](self._stacked.to(self._dtype))
         return self._logits[depth]

@@ -209,7 +209,7 @@ class SelfDrafting:
         def observe(i: int, accepted: bool) -> None:
             self._calibrations[depths[i + 1] - 1].observe(draft.guesses[i], accepted)
 
-        observe_proposal(proposal.token_ids, proposal.parents or range(len(proposal)), committed, observe)
+        observe_proposal(proposal.token_ids, proposal.followed_rows(), committed, observe)
 
     def _fail(self, at: str, error: Exception) -> None:
         if is_device_error(error):

@@ -1,0 +1,58 @@
+"""Files of a head: its config and its weights, from a local folder or the hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shared.engine.source import check_source
+from shared.settings import StartupError
+
+_CONFIG = "config.json"
+# In the order in which they are looked for.
+_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+
+
+class HeadFiles:
+    """`config` as it stands, empty where there is none (a Medusa's says nothing that its weights do not), and
+    `weights` by name."""
+
+    def __init__(self, source: str) -> None:
+        """Raises StartupError with one clear line."""
+        check_source(source)
+        self.source = source
+        folder = Path(source)
+        try:
+            if not folder.is_dir():
+                folder = Path(snapshot_download(source, allow_patterns=[_CONFIG, *_WEIGHTS]))
+            self.config: dict[str, Any] = {}
+            if (folder / _CONFIG).is_file():
+                self.config = json.loads((folder / _CONFIG).read_text())
+            self.weights = _read(folder)
+        except Exception as error:
+            # The hub client, json, safetensors and pickle share no exception class.
+            raise self.error(f"cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
+    def error(self, why: str) -> StartupError:
+        return StartupError(f"head {self.source} {why}")
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    for name in _WEIGHTS:
+        path = folder / name
+        if not path.is_file():
+            continue
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        # Tensors alone: of a pickle nothing is executed.
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
+            raise ValueError(f"{name} holds something else than weights by name")
+        return weights
+    raise ValueError(f"it has none of {', '.join(_WEIGHTS)}")

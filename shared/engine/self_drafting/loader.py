@@ -1,0 +1,49 @@
+"""Heads by what their files hold, whoever published them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from shared.engine.kv_pool import KVPool
+from shared.engine.linear import pack_linears
+from shared.engine.model import CausalLM
+from shared.engine.self_drafting.drafter import SelfDrafter
+from shared.engine.self_drafting.eagle import Eagle
+from shared.engine.self_drafting.eagle_files import eagle_head, fingerprint
+from shared.engine.self_drafting.head_files import HeadFiles
+from shared.engine.self_drafting.medusa import Medusa
+from shared.engine.self_drafting.medusa_files import is_medusa, medusa_heads
+
+logger = logging.getLogger(__name__)
+
+
+def load_head(source: str, model: CausalLM) -> Callable[[CausalLM, KVPool], SelfDrafter]:
+    """Loads the head at `source` for a model that is not laid out for serving yet, and has it keep what the head needs
+    of its steps; how to make what drafts with it, once it is.
+
+    Raises StartupError, with one clear line, for a head of another model, a damaged file, or one that holds more than
+    weights.
+    """
+    files = HeadFiles(source)
+    if is_medusa(files.weights):
+        heads = medusa_heads(files, model)
+        model.capture([model.num_layers])
+        logger.info("heads loaded", extra={"head": source, "kind": Medusa.source, "count": len(heads)})
+        for each in heads:
+            _pack(each, model)
+        return lambda model, pool: Medusa(heads, model.dtype)
+    head = eagle_head(files, model)
+    shape = head.shape
+    model.extend_kv(1, fingerprint(files))
+    model.capture(shape.captured_layers)
+    logger.info("head loaded", extra={"head": source, "kind": shape.kind, "sees": shape.captured_layers})
+    _pack(head, model)
+    return lambda model, pool: Eagle(head, model, pool)
+
+
+def _pack(head: nn.Module, model: CausalLM) -> None:
+    """Lays its weights out as the model's are."""
+    pack_linears(head, lambda: None, model.kernels, {})
