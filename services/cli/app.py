@@ -22,6 +22,7 @@ from services.cli.launcher import PREPARED, die_with_parent, prepare_this_proces
 from services.cli.load.command import load
 from services.cli.options import command_from_settings
 from services.cli.simulate import simulate
+from services.cli.train_head import train_head
 from services.cli.up import up
 from services.draft.settings import DraftSettings
 from services.router.settings import RouterSettings
@@ -82,6 +83,7 @@ app.command("secrets")(deployment_secrets)
 app.command()(load)
 app.command()(demo)
 app.command()(simulate)
+app.command()(train_head)
 
 _SOURCES = (
     "Every option may also be set in the environment, as OUTRIDER_{name}_<OPTION>, or in the \\[{table}] table of the "

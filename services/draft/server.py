@@ -8,7 +8,7 @@ import struct
 import time
 from collections import defaultdict
 
-from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
+from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2, worker_pb2
 
 from services.draft.checks import check_request
 from services.draft.copied import Copied
@@ -27,6 +27,7 @@ from shared.sampling.sampled import Candidates
 from shared.security.identity import Identity
 from shared.settings import StartupError
 from shared.telemetry.attributes import DRAFT_SOURCE, NUM_DRAFT_TOKENS
+from shared.telemetry.draft_source import source_name
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.service import configure_service
 from shared.telemetry.tracing import Telemetry
@@ -116,8 +117,13 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         in_tree = propose.num_nodes > propose.num_draft_tokens and room >= WIDTH * propose.num_draft_tokens
         in_tree = in_tree and lane.sequence.params.coupled
         most_tokens = propose.num_nodes if in_tree else min(propose.num_draft_tokens, room)
-        copied = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
-        if not self._has_model or copied.num_expected > drafter.num_expected(propose.num_draft_tokens):
+        may_copy = not propose.sources or inference_pb2.DRAFT_SOURCE_SUFFIX in propose.sources
+        asks_model = not propose.sources or inference_pb2.DRAFT_SOURCE_MODEL in propose.sources
+        copied = Copied()
+        if may_copy:
+            copied = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
+        asks_model = asks_model and self._has_model
+        if not asks_model or copied.num_expected > drafter.num_expected(propose.num_draft_tokens):
             manuscript.proposed = copied
             drafter.rest()
             return [self._answer_with(lane, copied)]
@@ -181,21 +187,29 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         if self._optimistic and not parents:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
             drafter.guess_on(min(len(token_ids), room - 1))
-        return self._result(lane, proposal_to_proto(token_ids, candidates, parents), "model", drafter.asked_ns)
+        return self._result(
+            lane, proposal_to_proto(token_ids, candidates, parents), inference_pb2.DRAFT_SOURCE_MODEL, drafter.asked_ns
+        )
 
     def _answer_with(self, lane: DraftLane, copied: Copied) -> draft_pb2.DraftResult:
         """Copied draft tokens; for rejection sampling as drawn from a distribution that has nothing else."""
         token_ids, parents = list(copied.proposal.token_ids), copied.proposal.parents
         drawn = () if lane.sequence.params.coupled else token_ids
         candidates: list[Candidates | None] = [Candidates(1, struct.pack("<I", token), _CERTAIN) for token in drawn]
-        return self._result(lane, proposal_to_proto(token_ids, candidates, parents), "suffix", time.time_ns())
+        return self._result(
+            lane, proposal_to_proto(token_ids, candidates, parents), inference_pb2.DRAFT_SOURCE_SUFFIX, time.time_ns()
+        )
 
     def _result(
-        self, lane: DraftLane, proposal: worker_pb2.Proposal, source: str, began_ns: int
+        self, lane: DraftLane, proposal: worker_pb2.Proposal, source: inference_pb2.DraftSource, began_ns: int
     ) -> draft_pb2.DraftResult:
         """An answer with a proposal of that source, asked for then (Unix nanoseconds)."""
+        proposal.source = source
         ended_ns, sequence = time.time_ns(), lane.sequence
-        attributes: dict[str, str | int] = {NUM_DRAFT_TOKENS: len(proposal.token_ids), DRAFT_SOURCE: source}
+        attributes: dict[str, str | int] = {
+            NUM_DRAFT_TOKENS: len(proposal.token_ids),
+            DRAFT_SOURCE: source_name(source),
+        }
         self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
         return draft_pb2.DraftResult(
             sequence_id=lane.sequence_id,

@@ -175,6 +175,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=model.eos_token_ids,
             block_size=model.block_size,
             has_chat_template=self._tokenizer.has_chat_template,
+            target_drafts_with=self._fleet.targets_draft_with,
         )
 
     def _key(self, context: Context) -> ApiKey:
@@ -188,6 +189,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=frozenset(model.eos_token_ids),
             max_prompt_bytes=self._settings.max_prompt_bytes,
             max_tokens=key.max_tokens,
+            self_drafting=bool(self._fleet.targets_draft_with),
         )
 
     async def _tokenized(self, tokenize: Callable[[], T]) -> T:

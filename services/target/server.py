@@ -7,7 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from contextlib import AsyncExitStack
 
-from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
+from outrider.v1 import inference_pb2, target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
 
 from services.target.checks import check_request
 from services.target.gathering import Gathering
@@ -17,7 +17,6 @@ from services.target.self_drafting import self_drafting
 from services.target.settings import TargetSettings
 from services.target.step_log import StepLog
 from services.target.stored_prefixes import StoredPrefixes
-from services.target.verifier import check_proposal, verify
 from shared.engine.engine import Engine, Gain, StepOutcome
 from shared.engine.sequence import Finish, Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
@@ -26,6 +25,7 @@ from shared.prefix.block_hash import root_hash
 from shared.prefix.publisher import PrefixPublisher
 from shared.prefix.store import PrefixStore
 from shared.sampling.proposal import Proposal
+from shared.sampling.verifier import check_proposal, verify
 from shared.security.identity import Identity
 from shared.settings import StartupError
 from shared.telemetry.attributes import CACHED_TOKENS, NUM_ACCEPTED, NUM_DRAFT_TOKENS, NUM_SEQUENCES, NUM_TOKENS
@@ -102,7 +102,7 @@ class TargetServicer(
     def _info(self) -> worker_pb2.WorkerInfo:
         info = super()._info()
         info.role = self._role
-        info.draft_source = self.engine.draft_source
+        info.drafts_with = self.engine.drafts_with
         return info
 
     def _announce_drain(self, stream: Stream) -> None:
@@ -319,7 +319,9 @@ class TargetServicer(
 def _drafted_to_proto(proposal: Proposal) -> worker_pb2.Proposal | None:
     if not proposal:
         return None
-    return worker_pb2.Proposal(token_ids=proposal.token_ids, parents=proposal.parents)
+    return worker_pb2.Proposal(
+        token_ids=proposal.token_ids, parents=proposal.parents, source=inference_pb2.DRAFT_SOURCE_TARGET
+    )
 
 
 def _refusal(sequence_id: int, status: target_pb2.StepStatus) -> target_pb2.StepResult:

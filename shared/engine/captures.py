@@ -23,9 +23,13 @@ class Captures:
                 decoder.norm.register_forward_hook(partial(self._see_output, layer))
 
     def take(self) -> Tensor:
-        """Of the forward that just ended, `[T, len(layers), hidden]`."""
+        """Of the forward that just ended, of one row, `[T, len(layers), hidden]`."""
+        return self.take_batch()[0]
+
+    def take_batch(self) -> Tensor:
+        """Of all its rows, `[B, T, len(layers), hidden]`."""
         seen, self._seen = self._seen, {}
-        return torch.stack([seen[layer][0] for layer in self._layers], dim=1)
+        return torch.stack([seen[layer] for layer in self._layers], dim=2)
 
     def _see(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._seen[layer] = args[0] if args else kwargs["hidden_states"]

@@ -17,15 +17,12 @@ from shared.engine.host_pool import make_host_tier
 from shared.engine.kv_pool import KVPool
 from shared.engine.memory import available_memory, device_cache_bytes, host_cache_bytes, measure_device
 from shared.engine.model import CausalLM
+from shared.engine.proposer import Proposer
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
-from shared.engine.self_drafting.drafter import SelfDrafter
-from shared.engine.self_drafting.rounds import SelfDrafting
 from shared.engine.self_test import self_test
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
-from shared.policy.self_drafting import SelfDraftingPolicy
-from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows
@@ -109,7 +106,7 @@ class Engine:
         self._sample = sample
         self._runner = ModelRunner(model, pool)
         self.step_costs: list[tuple[int, float]] = []
-        self._self_drafting: SelfDrafting | None = None
+        self._proposer: Proposer | None = None
         self._num_failed_steps = 0
 
     @property
@@ -124,14 +121,14 @@ class Engine:
         self_test(self.model, self._runner)
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
-    def draft_by(self, drafter: SelfDrafter) -> None:
-        """From now on the steps that sequences take by themselves are rounds, where that pays; once warmed up."""
-        self._self_drafting = SelfDrafting(drafter, self.pool, SelfDraftingPolicy(StepCosts(self.step_costs)))
+    def draft_by(self, proposer: Proposer) -> None:
+        """From now on it proposes what sequences verify in the steps that they take by themselves; once warmed up."""
+        self._proposer = proposer
 
     @property
-    def draft_source(self) -> str:
+    def drafts_with(self) -> str:
         """What drafts for those steps; empty if nothing does."""
-        return "" if self._self_drafting is None else self._self_drafting.source
+        return "" if self._proposer is None else self._proposer.source
 
     def step(self) -> StepOutcome | None:
         """Runs one step, and those behind it that nobody could have a say in; None when there is nothing to do.
@@ -139,8 +136,8 @@ class Engine:
         Raises EngineBroken after an accelerator's own error, or when several steps in a row failed for all their
         sequences and for one token as well.
         """
-        if self._self_drafting is not None:
-            self._self_drafting.propose(self.scheduler)
+        if self._proposer is not None:
+            self._proposer.propose(self.scheduler)
         began, began_ns = time.perf_counter(), time.time_ns()
         plan = self.scheduler.schedule()
         if plan is None:
@@ -155,8 +152,8 @@ class Engine:
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineBroken(f"{_MAX_FAILED_STEPS} steps in a row failed, and one of a single token after each")
         seconds = time.perf_counter() - began
-        if self._self_drafting is not None:
-            self._self_drafting.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
+        if self._proposer is not None:
+            self._proposer.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
         num_following = 0
         while not failed and (following := self.scheduler.following(plan)) is not None:
             rows = self._compute(following)
@@ -216,16 +213,16 @@ class Engine:
     def _complete(self, plan: StepPlan, rows: list[tuple[SampleRows, SampledTokens]]) -> list[Gain]:
         sampled = [tokens for _, tokens in rows]
         self._runner.keep_paths(plan, sampled)
-        drafting = self._self_drafting
-        if drafting is not None:
-            drafting.observe(plan, self.model.captured, sampled)
+        proposer = self._proposer
+        if proposer is not None:
+            proposer.observe(plan, self.model.captured, sampled)
         gained = self.scheduler.complete(plan, sampled)
         return [
             Gain(
                 sequence,
                 tokens,
                 len(row.proposal),
-                EMPTY_PROPOSAL if drafting is None else drafting.drafted(sequence),
+                EMPTY_PROPOSAL if proposer is None else proposer.drafted(sequence),
             )
             for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
         ]

@@ -131,7 +131,8 @@ class GammaController:
     """Chooses γ for the sequences of one target worker and the drafter.
 
     The sequences of a worker share its steps, so one γ is chosen for all of them. With L sequences a plain
-    step takes P = T(L) (1 + overhead), a round of γ draft tokens
+    step takes P = T(L) (1 + overhead) and brings S tokens (more than 1 where the target drafts itself), a round of γ
+    draft tokens
 
         R = (P + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
 
@@ -140,7 +141,7 @@ class GammaController:
     drafter's catching up. Where nobody drafts, rounds are taken to become slower and faster with the plain steps; while
     they go on it is known, and plain steps to some extent with them. Drafting gains
 
-        P m / (C + R m / E)
+        P m / S / (C + R m / E)
 
     over plain decoding, where m tokens are expected to follow, E is the mean of expected_tokens(α, γ) over
     the sequences and C what the drafter needs to catch up with them. The γ of most gain wins; 0 unless that is
@@ -267,7 +268,7 @@ class GammaController:
         """How likely a draft token must be to be accepted so as to pay for its row of verification: at least what that
         takes, in plain steps."""
         longer = self._target.seconds(load * (num_draft_tokens + 1)) - self._target.seconds(load)
-        return min(longer / num_draft_tokens / self.plain_seconds(load), 1.0)
+        return min(longer / num_draft_tokens * self._plain.tokens(load) / self.plain_seconds(load), 1.0)
 
     def steps_meanwhile(self, catch_up: float, load: int) -> int:
         """Steps of the target worker in that time. Beside rounds of others only such as end within it: a step of one
@@ -299,12 +300,14 @@ class GammaController:
             self._rounds.rescale(load, before / self._round_seconds(load, num_draft_tokens))
         self._trials_at(load).observe_round(self._busy_seconds)
 
-    def observe_plain(self, load: int, seconds: float, received: float) -> None:
-        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted.
+    def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
+        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted, and
+        brought a sequence so many tokens.
 
         `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
         for that one too: of what they say of the same step the least is believed, once the next is heard of.
         """
+        self._plain.observe_tokens(load, num_tokens)
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
@@ -428,9 +431,10 @@ class GammaController:
         return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
 
     def _gain(self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float) -> float:
-        """P m / (C + R m / E)."""
+        """P m / S / (C + R m / E)."""
         seconds = self._round_seconds(load, gamma) * (1 + overhead)
-        return self.plain_seconds(load) * num_follow / (catch_up + num_follow * seconds / tokens)
+        plain = self.plain_seconds(load) * num_follow / self._plain.tokens(load)
+        return plain / (catch_up + num_follow * seconds / tokens)
 
     def _choose_beside_prefills(self, sequence: Drafting, situation: Situation) -> int:
         """Where prompts fill the steps: as many tokens as are each likely enough to be kept."""
@@ -453,7 +457,8 @@ class GammaController:
     def _joins(self, where: Situation, now: Situation, rate: float, gamma: int, share: float = 1.0) -> bool:
         """Whether a sequence that stands at `where` saves more by γ draft tokens in this share of its steps than its
         catching up costs all."""
-        saved = self._num_to_follow(where) * (1 - 1 / expected_tokens(rate, gamma)) * self.plain_seconds(now.load)
+        spared = 1 / self._plain.tokens(now.load) - 1 / expected_tokens(rate, gamma)
+        saved = self._num_to_follow(where) * spared * self.plain_seconds(now.load)
         catch_up = self._cost_to_each(self._utilisation.delay(self.catch_up_seconds(where.num_unseen)))
         return share * saved > (now.load + now.num_waiting) * catch_up
 

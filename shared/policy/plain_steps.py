@@ -18,6 +18,8 @@ _MEASURED_STEPS = 6
 # While there are none, they are taken to become slower and faster with the rounds, by so much (a logarithm) since they
 # were last measured: it may be the drafter's machine alone.
 _MOST_FOLLOWED = 0.15
+# What a step brought one sequence counts so much against those before it.
+_TOKENS_WEIGHT = 0.02
 
 
 class PlainSteps:
@@ -38,6 +40,8 @@ class PlainSteps:
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
         self._followed: dict[int, float] = {}  # by power of two of the load
+        # What they bring a sequence, likewise, where that was ever more than one.
+        self._tokens: dict[int, float] = {}
 
     @property
     def measuring(self) -> bool:
@@ -49,6 +53,18 @@ class PlainSteps:
 
     def seconds(self, load: int) -> float:
         return self._target.seconds(load) * (1 + self.share(load))
+
+    def tokens(self, load: int) -> float:
+        """What one brings a sequence: more than one token where the target drafts itself."""
+        return self._tokens.get(nearest_power(load), 1.0)
+
+    def observe_tokens(self, load: int, num_tokens: int) -> None:
+        """One brought a sequence so many."""
+        if num_tokens <= 1 and not self._tokens:
+            return
+        bucket = nearest_power(load)
+        before = self._tokens.get(bucket, 1.0)
+        self._tokens[bucket] = before + _TOKENS_WEIGHT * (max(num_tokens, 1) - before)
 
     def measure_if_older(
         self, load: int, seconds: float, busy: float, measured_from: float, at_once: bool = True

@@ -14,6 +14,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.util.types import AttributeValue
 
 from shared.telemetry.attributes import (
+    DRAFT_SOURCE,
     ERROR_TYPE,
     GEN_AI_OPERATION_NAME,
     GEN_AI_PROVIDER_NAME,
@@ -108,26 +109,26 @@ class RouterMetrics:
         )
         # There are hundreds of rounds a second, so they are only counted here until somebody asks: an instrument takes
         # longer for one than all else that the router does for it.
-        self._by_length: Counter[int] = Counter()
-        self._by_accepted: Counter[int] = Counter()
+        self._by_length: Counter[tuple[str, int]] = Counter()
+        self._by_accepted: Counter[tuple[str, int]] = Counter()
         self._count_when_asked(
             "outrider.rounds",
             "{round}",
-            "Rounds of a sequence that verified drafts, by how many tokens were drafted.",
+            "Rounds of a sequence that verified drafts, by who drafted and how many tokens.",
             NUM_DRAFT_TOKENS,
             lambda: dict(self._by_length),
         )
         self._count_when_asked(
             "outrider.acceptance.drafted",
             "{token}",
-            "Draft tokens verified, by position.",
+            "Draft tokens verified, by who drafted them and position.",
             POSITION,
             lambda: _by_position(self._by_length),
         )
         self._count_when_asked(
             "outrider.acceptance.accepted",
             "{token}",
-            "Draft tokens accepted, by position.",
+            "Draft tokens accepted, by who drafted them and position.",
             POSITION,
             lambda: _by_position(self._by_accepted),
         )
@@ -190,29 +191,38 @@ class RouterMetrics:
         """A sequence lost its worker, and goes on elsewhere."""
         self._failovers.add(1, self._attributes)
 
-    def round_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One round of one sequence: the first `num_accepted` of `num_draft_tokens` were kept."""
-        self._by_length[num_draft_tokens] += 1
-        self._by_accepted[num_accepted] += 1
+    def round_verified(self, source: str, num_draft_tokens: int, num_accepted: int) -> None:
+        """One round of one sequence: the first `num_accepted` of `num_draft_tokens`, which are of that source, were
+        kept."""
+        self._by_length[source, num_draft_tokens] += 1
+        self._by_accepted[source, num_accepted] += 1
 
     def _count_when_asked(
-        self, name: str, unit: str, description: str, attribute: str, counts: Callable[[], Mapping[int, int]]
+        self,
+        name: str,
+        unit: str,
+        description: str,
+        attribute: str,
+        counts: Callable[[], Mapping[tuple[str, int], int]],
     ) -> None:
-        """A counter of `counts`, by the value of `attribute`; from any thread."""
+        """A counter of `counts`, by who drafted and the value of `attribute`; from any thread."""
 
         def observe(_: CallbackOptions) -> list[Observation]:
-            return [Observation(count, {**self._attributes, attribute: value}) for value, count in counts().items()]
+            return [
+                Observation(count, {**self._attributes, DRAFT_SOURCE: source, attribute: value})
+                for (source, value), count in counts().items()
+            ]
 
         self._meter.create_observable_counter(name, callbacks=[observe], unit=unit, description=description)
 
 
-def _by_position(by_length: Counter[int]) -> dict[int, int]:
-    """Of counts by length, those by position: a length counts at each position below it."""
-    lengths = dict(by_length)
-    return {
-        position: sum(count for length, count in lengths.items() if position < length)
-        for position in range(max(lengths, default=0))
-    }
+def _by_position(by_length: Counter[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    """Of counts by source and length, those by source and position: a length counts at each position below it."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for (source, length), count in dict(by_length).items():
+        for position in range(length):
+            counts[source, position] += count
+    return counts
 
 
 class WorkerMetrics:

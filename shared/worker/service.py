@@ -13,10 +13,8 @@ import torch
 import transformers
 
 from shared.engine.engine import Engine, Sampler
-from shared.engine.kv_pool import KVPool
 from shared.engine.memory import return_free_memory
 from shared.engine.model import CausalLM
-from shared.engine.self_drafting.drafter import SelfDrafter
 from shared.engine.settings import EngineSettings
 from shared.registry.listing import Listing
 from shared.registry.member import Member
@@ -29,29 +27,31 @@ from shared.worker.watchdog import StepWatchdog, step_limit
 logger = logging.getLogger(__name__)
 
 Role: TypeAlias = Literal["both", "prefill", "decode", ""]
-MakeDrafter: TypeAlias = Callable[[CausalLM, KVPool], SelfDrafter]
+FinishEngine: TypeAlias = Callable[[Engine], None]
 
 # What a worker that ends itself gets to do so in order; then it is gone, whatever holds it up.
 _END_SECONDS = 20.0
 
 
 def load_engine(
-    settings: EngineSettings, sample: Sampler, self_drafting: Callable[[CausalLM], MakeDrafter | None] | None = None
+    settings: EngineSettings,
+    sample: Sampler,
+    prepare: Callable[[CausalLM], Callable[[Engine], None] | None] | None = None,
 ) -> Engine:
     """Loads, admits and warms up the model. Takes its time: call it off the event loop.
 
-    `self_drafting` looks at the model as it was loaded, and says how to make what drafts inside the engine, once that
-    is warmed up, if anything does. Raises StartupError if the model cannot be loaded or served.
+    `prepare` looks at the model as it was loaded, and may say what is to be done with the engine once it is warmed up.
+    Raises StartupError if the model cannot be loaded or served.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     model = CausalLM.load(settings.model, settings.device, settings.dtype, settings.native, settings.quantize)
-    make_drafter = None if self_drafting is None else self_drafting(model)
+    finish = None if prepare is None else prepare(model)
     engine = Engine(model, settings, sample)
     engine.warm_up()
-    if make_drafter is not None:
-        engine.draft_by(make_drafter(model, engine.pool))
+    if finish is not None:
+        finish(engine)
     return_free_memory()
     logger.info(
         "model ready",

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from services.target.settings import TargetSettings
-from services.target.verifier import verify
 from shared.engine.attention import batch, paged
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
@@ -35,6 +34,7 @@ from shared.engine.sequence import Sequence
 from shared.prefix.block_hash import root_hash
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
+from shared.sampling.verifier import verify
 from shared.settings import StartupError
 
 VOCAB_SIZE = 200

@@ -27,12 +27,13 @@ def test_the_instruments_under_their_names_with_their_buckets() -> None:
     try:
         metrics = RouterMetrics(telemetry.meter, "tiny")
         metrics.first_token(0.03, "chat")
-        metrics.round_verified(3, 2)
+        metrics.round_verified("model", 3, 2)
         samples = scrape(page.port)
         buckets = samples["gen_ai_server_time_to_first_token_seconds_bucket"]
         below = {dict(labels)["le"]: count for labels, count in buckets.items()}
         assert (below["0.02"], below["0.04"], below["+Inf"]) == (0, 1, 1)
         accepted = samples["outrider_acceptance_accepted_total"]
+        assert {dict(labels)["outrider_draft_source"] for labels in accepted} == {"model"}
         assert {dict(labels)["outrider_position"]: count for labels, count in accepted.items()} == {"0": 1, "1": 1}
         (info,) = samples["target_info"]
         assert dict(info)["service_name"] == "outrider-test"

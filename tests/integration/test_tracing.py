@@ -272,7 +272,7 @@ def test_a_collector_that_is_down_costs_nothing_but_the_telemetry(monkeypatch: p
         metrics = RouterMetrics(telemetry.meter, "tiny")
         for _ in range(5_000):
             with telemetry.span("a"):
-                metrics.round_verified(4, 2)
+                metrics.round_verified("model", 4, 2)
         start = time.monotonic()
         telemetry.shutdown()
         assert time.monotonic() - start < 15

@@ -15,7 +15,8 @@ Weights = dict[str, Tensor]
 
 
 def _noise(*size: int) -> Tensor:
-    return torch.randn(size) * (size[-1] ** -0.5)
+    noise: Tensor = torch.randn(size) * size[-1] ** -0.5
+    return noise
 
 
 def config_of(target: Path) -> PretrainedConfig:

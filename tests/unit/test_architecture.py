@@ -172,6 +172,21 @@ def test_what_computes_knows_no_queues(module: str) -> None:
     [
         ("shared.engine", ("shared.engine", "shared.sampling", "shared.prefix.block_hash", "shared.settings")),
         ("shared.sampling", ("shared.sampling",)),
+        (
+            "shared.self_drafting",
+            (
+                "shared.self_drafting",
+                "shared.engine",
+                "shared.policy",
+                "shared.sampling",
+                "shared.prefix.block_hash",
+                "shared.settings",
+            ),
+        ),
+        (
+            "shared.training",
+            ("shared.training", "shared.self_drafting", "shared.engine", "shared.models", "shared.settings"),
+        ),
         ("shared.prefix", ("shared.prefix", "shared.redis")),
         ("shared.redis", ("shared.redis",)),
         ("shared.registry", ("shared.registry", "shared.redis")),

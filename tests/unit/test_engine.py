@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from services.target.settings import TargetSettings
-from services.target.verifier import verify
 from shared.engine import engine as engine_module
 from shared.engine.attention.grouping import Indices
 from shared.engine.engine import Engine, StepOutcome
@@ -31,6 +30,7 @@ from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
 from shared.sampling.token_counts import TokenCounts
+from shared.sampling.verifier import verify
 from shared.settings import StartupError
 from shared.worker.service import load_engine
 from tests.support.models import tiny_llama

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from services.target.settings import TargetSettings
-from services.target.verifier import verify
 from shared.engine import host_pool as host_pool_module
 from shared.engine.block_pool import BlockPool
 from shared.engine.engine import Engine
@@ -23,6 +22,7 @@ from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.sampling.params import SamplingParams
+from shared.sampling.verifier import verify
 from shared.settings import StartupError
 from tests.support.kv_engine import SHAPE, KVEngine, kv_of, kv_worker
 from tests.support.machine import BLOCK_SIZE, ROOT, VOCAB_SIZE, Machine, decoded, new_sequence, run, serve

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 from outrider.v1 import worker_pb2
 
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, TokenLogprobs
 from shared.worker.messages import (
@@ -35,6 +35,7 @@ FULL = SamplingParams(
     max_tokens=4000,
     stop_token_ids=frozenset({0, 9, 151_645}),
     logprobs=20,
+    self_draft=SelfDraft(4, 12),
 )
 
 
@@ -53,7 +54,8 @@ def test_every_field_differs_from_its_default_and_comes_through() -> None:
         SamplingParams(),
         replace(FULL, seed=None, logprobs=None),
         # Present, and zero: not the same as absent.
-        replace(FULL, seed=0, logprobs=0),
+        replace(FULL, seed=0, logprobs=0, self_draft=SelfDraft(0)),
+        replace(FULL, self_draft=SelfDraft()),
         replace(FULL, temperature=0.0, top_k=0, max_tokens=1, stop_token_ids=frozenset(), logit_bias={}),
     ],
 )

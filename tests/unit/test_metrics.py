@@ -105,7 +105,7 @@ def test_acceptance_is_counted_by_position(recorded: Recorded) -> None:
     metrics = RouterMetrics(recorded.meter, "tiny")
     rounds = [(4, 4), (4, 1), (2, 0), (0, 0), (3, 2)]
     for num_draft_tokens, num_accepted in rounds:
-        metrics.round_verified(num_draft_tokens, num_accepted)
+        metrics.round_verified("model", num_draft_tokens, num_accepted)
     drafted = recorded.by_position("outrider.acceptance.drafted")
     accepted = recorded.by_position("outrider.acceptance.accepted")
     assert drafted == {0: 4, 1: 4, 2: 3, 3: 2}
@@ -183,7 +183,7 @@ def test_the_router_reports_how_it_stands(recorded: Recorded) -> None:
 
 def test_instruments_do_nothing_when_telemetry_is_off() -> None:
     telemetry = configure("test", None)
-    RouterMetrics(telemetry.meter, "tiny").round_verified(4, 2)
+    RouterMetrics(telemetry.meter, "tiny").round_verified("model", 4, 2)
     WorkerMetrics(telemetry.meter, "tiny").step(1, 1)
     telemetry.shutdown()
 

@@ -39,7 +39,7 @@ def exported() -> set[str]:
         router.output_tokens(1.0, 10, "chat")
         router.admitted(0.1)
         router.placed(0.1, 0.1)
-        router.round_verified(4, 2)
+        router.round_verified("model", 4, 2)
         router.failed_over()
         router.watch_requests(lambda: 1, lambda: 1)
         router.watch_workers(lambda: {("target", "serving"): 1})

@@ -13,7 +13,7 @@ from services.router.clients.request import GenerateOptions, ModelLimits, parse_
 from services.router.text.tokenizer import TextTokenizer
 from shared.engine.tokenizer_fingerprint import load_tokenizer
 from shared.rpc.errors import InvalidArgument
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import SamplingParams, SelfDraft
 from tests.support.models import DEMO_TARGET
 
 _LIMITS = ModelLimits(vocab_size=4096, max_context=512, eos_token_ids=frozenset({0, 7}), max_prompt_bytes=5000)
@@ -63,12 +63,14 @@ def test_an_omitted_field_gets_its_documented_default(tokenizer: TextTokenizer) 
                 max_tokens=256,
                 stop_token_ids=frozenset({0, 7}),
                 logprobs=None,
+                self_draft=SelfDraft(),
             ),
         ),
         stop_strings=(),
         speculation_enabled=True,
         num_draft_tokens=None,
         num_nodes=0,
+        sources=(),
         include_usage=True,
         include_draft_tokens=False,
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.target.settings import TargetSettings
-from services.target.verifier import check_proposal, verify
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.paged import attend
 from shared.engine.engine import Engine
@@ -26,6 +25,7 @@ from shared.sampling.filters import adjust_logits
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows
+from shared.sampling.verifier import check_proposal, verify
 from tests.support.families import tiny_checkpoint
 from tests.support.kernels import INSTRUCTION_SETS, kernels
 from tests.support.models import tiny_llama

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from outrider.v1 import inference_pb2
 
 from services.router.clients import usage as usage_module
 from services.router.clients.usage import UsageMeter
@@ -41,7 +42,7 @@ def test_rounds_are_counted_by_position() -> None:
     usage = meter(recorder)
     rounds = [(3, 3), (3, 0), (1, 1), (5, 2), (2, 1)]
     for drafted, accepted in rounds:
-        usage.round_verified(drafted, accepted, accepted, drafted)
+        usage.round_verified(inference_pb2.DRAFT_SOURCE_MODEL, drafted, accepted, accepted, drafted)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (5, 14, 7)
     assert [(entry.drafted, entry.accepted) for entry in told.acceptance_by_position] == [
@@ -52,19 +53,23 @@ def test_rounds_are_counted_by_position() -> None:
         (1, 0),
     ]
     assert sum(entry.accepted for entry in told.acceptance_by_position) == told.accepted_tokens
-    assert recorder.calls == [("round_verified", drafted, accepted) for drafted, accepted in rounds]
+    assert recorder.calls == [("round_verified", "model", drafted, accepted) for drafted, accepted in rounds]
 
 
 def test_the_client_is_told_what_was_kept_and_the_metrics_what_was_accepted() -> None:
     recorder = Recorder()
     usage = meter(recorder)
-    usage.round_verified(4, 3, 3, 4)
-    usage.round_verified(4, 4, 1, 4)
+    usage.round_verified(inference_pb2.DRAFT_SOURCE_TARGET, 4, 3, 3, 4)
+    usage.round_verified(inference_pb2.DRAFT_SOURCE_SUFFIX, 4, 4, 1, 4)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (2, 8, 4)
     assert [entry.drafted for entry in told.acceptance_by_position] == [2, 2, 2, 2]
     assert [entry.accepted for entry in told.acceptance_by_position] == [2, 1, 1, 0]
-    assert recorder.calls == [("round_verified", 4, 3), ("round_verified", 4, 4)]
+    assert recorder.calls == [("round_verified", "target", 4, 3), ("round_verified", "suffix", 4, 4)]
+    assert [(its.source, its.rounds, its.draft_tokens, its.accepted_tokens) for its in told.by_source] == [
+        (inference_pb2.DRAFT_SOURCE_TARGET, 1, 4, 3),
+        (inference_pb2.DRAFT_SOURCE_SUFFIX, 1, 4, 1),
+    ]
 
 
 def test_tokens_and_times_of_a_request_of_two_sequences(clock: Clock) -> None:

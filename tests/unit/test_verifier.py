@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from services.draft import proposer
-from services.target.verifier import check_proposal, verify
 from shared.sampling import filters
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
+from shared.sampling.verifier import check_proposal, verify
 
 VOCAB_SIZE = 10
 

@@ -13,7 +13,7 @@ from outrider.v1 import inference_pb2
 from services.router.text.tokenizer import ChatTemplateError, TextTokenizer
 from shared.rpc.checks import check_count, check_range, check_token_ids
 from shared.rpc.errors import InvalidArgument
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import SamplingParams, SelfDraft
 from shared.worker.sampling_limits import check_sampling
 
 _DEFAULT_MAX_TOKENS = 256
@@ -24,6 +24,7 @@ _MAX_CHAT_MESSAGES = 4096
 _MAX_SEQUENCES = 16
 _MAX_DRAFT_TOKENS = 16
 _MAX_NODES = 64
+_OF_DRAFT_WORKERS = (inference_pb2.DRAFT_SOURCE_MODEL, inference_pb2.DRAFT_SOURCE_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class ModelLimits:
 
     `max_context`: most prompt and output tokens together. `max_prompt_bytes`: most bytes of prompt text,
     checked before it is tokenized. `max_tokens`: most output tokens that the API key allows, if it says so.
+    `self_drafting`: whether target workers draft themselves.
     """
 
     vocab_size: int
@@ -39,6 +41,7 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     max_prompt_bytes: int = 1 << 20
     max_tokens: int | None = None
+    self_drafting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class GenerateOptions:
     """A valid GenerateRequest. `params` has one entry per sequence, alike but for its `sequence_index`.
 
     `num_draft_tokens` None: adaptive; `num_nodes`: of the trees that so many steps find, 0 where chains are drafted.
+    `sources`: of draft workers, who may draft; None: nobody there.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,6 +58,7 @@ class GenerateOptions:
     speculation_enabled: bool
     num_draft_tokens: int | None
     num_nodes: int
+    sources: tuple[inference_pb2.DraftSource, ...] | None
     include_usage: bool
     include_draft_tokens: bool
 
@@ -68,6 +73,15 @@ class CheckedRequest:
     stop_strings: tuple[str, ...]
     num_draft_tokens: int | None
     num_nodes: int
+    sources: tuple[inference_pb2.DraftSource, ...]
+
+    @property
+    def speculates(self) -> bool:
+        speculation = self.request.speculation
+        return (speculation.enabled or not speculation.HasField("enabled")) and self.num_draft_tokens != 0
+
+    def may_draft(self, source: inference_pb2.DraftSource) -> bool:
+        return self.speculates and (not self.sources or source in self.sources)
 
 
 def check_generate(
@@ -87,12 +101,15 @@ def check_generate(
     if num_draft_tokens is not None:
         check_range("speculation.num_draft_tokens", num_draft_tokens, 0, _MAX_DRAFT_TOKENS)
     num_nodes = _num_nodes(speculation, num_draft_tokens)
+    sources = _sources(speculation)
     params = _sampling_params(request, limits)
-    if num_nodes and not params.coupled:
-        # Trees are verified by the target's own draws, which drafters foresee by a seed.
-        params = replace(params, seed=secrets.randbits(64))
+    checked = CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens, num_nodes, sources)
+    self_drafting = limits.self_drafting and checked.may_draft(inference_pb2.DRAFT_SOURCE_TARGET)
+    if (num_nodes or self_drafting) and not params.coupled:
+        # Trees, and what a target drafts itself, are verified by its own draws, which are foreseen by a seed.
+        checked = replace(checked, params=replace(params, seed=secrets.randbits(64)))
     _check_prompt(request, tokenizer, limits)
-    return CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens, num_nodes)
+    return checked
 
 
 def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits: ModelLimits) -> GenerateOptions:
@@ -100,16 +117,20 @@ def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits:
 
     For a long prompt it takes long.
     """
-    request, speculation = checked.request, checked.request.speculation
+    request = checked.request
     prompt_ids = _prompt_ids(request, tokenizer, limits)
     params = _with_lengths(checked.params, request, len(prompt_ids), limits)
+    if checked.may_draft(inference_pb2.DRAFT_SOURCE_TARGET):
+        params = replace(params, self_draft=SelfDraft(checked.num_draft_tokens, checked.num_nodes))
+    of_workers = tuple(source for source in checked.sources if source in _OF_DRAFT_WORKERS)
     return GenerateOptions(
         prompt_ids=prompt_ids,
         params=tuple(replace(params, sequence_index=index) for index in range(checked.num_sequences)),
         stop_strings=checked.stop_strings,
-        speculation_enabled=speculation.enabled if speculation.HasField("enabled") else True,
+        speculation_enabled=checked.speculates,
         num_draft_tokens=checked.num_draft_tokens,
         num_nodes=checked.num_nodes,
+        sources=of_workers if of_workers or not checked.sources else None,
         include_usage=request.include_usage if request.HasField("include_usage") else True,
         include_draft_tokens=request.include_draft_tokens,
     )
@@ -152,6 +173,16 @@ def _num_nodes(speculation: inference_pb2.Speculation, num_draft_tokens: int | N
         )
     check_range("speculation.num_nodes", speculation.num_nodes, num_draft_tokens + 1, _MAX_NODES)
     return speculation.num_nodes
+
+
+def _sources(speculation: inference_pb2.Speculation) -> tuple[inference_pb2.DraftSource, ...]:
+    known = inference_pb2.DraftSource.values()
+    for index, source in enumerate(speculation.sources):
+        if source == inference_pb2.DRAFT_SOURCE_UNSPECIFIED or source not in known:
+            raise InvalidArgument(f"speculation.sources[{index}]", source, f"one of {known[1:]}")
+        if source in speculation.sources[:index]:
+            raise InvalidArgument(f"speculation.sources[{index}]", source, "given once")
+    return tuple(speculation.sources)
 
 
 def _check_prompt_size(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from outrider.v1 import inference_pb2
 
+from shared.telemetry.draft_source import source_name
 from shared.telemetry.metrics import RouterMetrics
 
 
@@ -58,11 +59,17 @@ class UsageMeter:
         self.spend(num_tokens)
         self._num_output_tokens[sequence_index] = self._num_output_tokens.get(sequence_index, 0) + num_tokens
 
-    def round_verified(self, num_draft_tokens: int, num_accepted: int, num_kept: int, depth: int) -> None:
-        """A round whose result was taken: the target accepted `num_accepted` draft tokens, of which the first
-        `num_kept` are output (a stop string may have ended it before the others). `depth`: of them all, the most in a
-        line. The client is told of those
-        kept; the metrics, which say how well the drafter guesses, of all."""
+    def round_verified(
+        self,
+        source: inference_pb2.DraftSource,
+        num_draft_tokens: int,
+        num_accepted: int,
+        num_kept: int,
+        depth: int,
+    ) -> None:
+        """A round of that source whose result was taken: the target accepted `num_accepted` draft tokens, of which the
+        first `num_kept` are output (a stop string may have ended it before the others). `depth`: of them all, the most
+        in a line. The client is told of those kept; the metrics, which say how well the drafter guesses, of all."""
         usage = self._usage
         usage.rounds += 1
         usage.draft_tokens += num_draft_tokens
@@ -72,7 +79,13 @@ class UsageMeter:
         for position in range(depth):
             usage.acceptance_by_position[position].drafted += 1
             usage.acceptance_by_position[position].accepted += position < num_kept
-        self._metrics.round_verified(num_draft_tokens, num_accepted)
+        its = next((each for each in usage.by_source if each.source == source), None)
+        if its is None:
+            its = usage.by_source.add(source=source)
+        its.rounds += 1
+        its.draft_tokens += num_draft_tokens
+        its.accepted_tokens += num_kept
+        self._metrics.round_verified(source_name(source), num_draft_tokens, num_accepted)
 
     def finished(self, error_type: str | None) -> None:
         """The request ended; `error_type` is the gRPC status name unless all went well."""

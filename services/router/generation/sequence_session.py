@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from outrider.v1 import inference_pb2, target_pb2
+from outrider.v1 import inference_pb2, target_pb2, worker_pb2
 
 from services.router.generation.passage import Passage
 from services.router.generation.scout import Scout
@@ -16,7 +16,6 @@ from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import Pace
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
-from shared.sampling.proposal import EMPTY_PROPOSAL
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
 from shared.telemetry.tracing import current_traceparent, traceparent
 from shared.worker.messages import proposal_from_proto
@@ -36,6 +35,9 @@ _LOST = (
     target_pb2.STEP_STATUS_FAILED,
     target_pb2.STEP_STATUS_TOO_LARGE,
 )
+
+
+_DRAFTED = (inference_pb2.TOKEN_ORIGIN_ACCEPTED, inference_pb2.TOKEN_ORIGIN_REJECTED)
 
 
 class SequenceSession:
@@ -62,8 +64,8 @@ class SequenceSession:
         self._detokenizer = detokenizer
         self._token_ids = list(session.options.prompt_ids)
         self._num_rounds = 0
-        # Of the latest round.
-        self._drafted = EMPTY_PROPOSAL
+        # What the router had drafted for the latest round.
+        self._proposal = worker_pb2.Proposal()
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
         # One that never drafts says nothing of those that do.
         home = lane.link if passage is None else passage.destination
@@ -166,8 +168,8 @@ class SequenceSession:
         load = max(1, lane.link.num_decoding)
         entry = await lane.next()
         # A worker running ahead began this step when it ended the last, however late we come to look.
-        if self._gamma is not None and ahead and last.result.num_draft_tokens == 0:
-            self._gamma.observe_plain(load, entry.seconds_since(last), entry.received)
+        if self._gamma is not None and ahead and not _is_round(last.result):
+            self._gamma.observe_plain(load, entry.seconds_since(last), entry.received, len(entry.result.token_ids))
         return entry
 
     async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
@@ -195,10 +197,10 @@ class SequenceSession:
                     NUM_ACCEPTED: entry.result.num_accepted,
                 }
             )
-        drafted = entry.result.num_draft_tokens
-        if drafted:
-            self._drafted = EMPTY_PROPOSAL if proposal is None else proposal_from_proto(proposal)
-            if self._drafted.parents:
+        drafted = entry.result.num_draft_tokens if _is_round(entry.result) else 0
+        if drafted and proposal is not None:
+            self._proposal = proposal
+            if proposal.parents:
                 return entry  # which says nothing of chains
         if proposal is not None and len(proposal.token_ids) < num_draft_tokens:
             drafted = num_draft_tokens  # what the drafter left out is none that it would have seen accepted
@@ -256,9 +258,10 @@ class SequenceSession:
         usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
         # What a stop string cut off is no output, and so not accepted.
         num_kept = min(result.num_accepted, len(tokens))
+        drafted = result.self_drafted if result.HasField("self_drafted") else self._proposal
         if result.num_draft_tokens:
-            depth = max(self._drafted.depths) if self._drafted.parents else result.num_draft_tokens
-            usage.round_verified(result.num_draft_tokens, result.num_accepted, num_kept, depth)
+            depth = max(proposal_from_proto(drafted).depths) if drafted.parents else result.num_draft_tokens
+            usage.round_verified(drafted.source, result.num_draft_tokens, result.num_accepted, num_kept, depth)
         chunk = inference_pb2.GenerateResponse(
             index=self._params.sequence_index,
             text=text,
@@ -267,30 +270,38 @@ class SequenceSession:
             finish_reason=self._finish_reason,
         )
         if self._options.include_draft_tokens:
-            self._show_draft(chunk, result, tokens, num_kept)
+            self._show_draft(chunk, drafted, result, tokens, num_kept)
         return chunk
 
     def _show_draft(
         self,
         chunk: inference_pb2.GenerateResponse,
+        drafted: worker_pb2.Proposal,
         result: target_pb2.StepResult,
         tokens: Sequence[int],
         num_kept: int,
     ) -> None:
         """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
+        proposal = proposal_from_proto(drafted)
         if result.num_draft_tokens == 0:
             last = inference_pb2.TOKEN_ORIGIN_TARGET
-        elif not self._drafted.following(result.token_ids[: result.num_accepted]):
+        elif not proposal.following(result.token_ids[: result.num_accepted]):
             last = inference_pb2.TOKEN_ORIGIN_BONUS
         else:
             last = inference_pb2.TOKEN_ORIGIN_RECOVERED
         shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[:num_kept]]
         if result.num_draft_tokens:
-            rejected = self._drafted.following(tokens[:num_kept])
+            rejected = proposal.following(tokens[:num_kept])
             shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in rejected]
         shown += [(token, last) for token in tokens[num_kept:]]
         for token, origin in shown:
-            chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin)
+            source = drafted.source if origin in _DRAFTED else inference_pb2.DRAFT_SOURCE_UNSPECIFIED
+            chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin, source=source)
+
+
+def _is_round(result: target_pb2.StepResult) -> bool:
+    """Whether the router had it draft; what a target drafts itself makes its plain steps shorter, and no round."""
+    return result.num_draft_tokens > 0 and not result.HasField("self_drafted")
 
 
 def _check(result: target_pb2.StepResult, num_committed: int, draining: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from outrider.v1 import inference_pb2
@@ -46,8 +47,12 @@ class Session:
         cache_salt: bytes,
         failover_seconds: float,
     ) -> None:
-        self.options = options
         self.fleet = fleet
+        self.options = options
+        if options.num_draft_tokens is not None and self._may_draft:
+            # Rounds of so many are the draft workers': what a target drafted beside them would be more.
+            params = tuple(replace(each, self_draft=None) for each in options.params)
+            self.options = replace(options, params=params)
         self.usage = usage
         self.telemetry = telemetry
         self._tokenizer = tokenizer
@@ -182,12 +187,13 @@ class Session:
 
     @property
     def _may_draft(self) -> bool:
-        return self.fleet.may_draft and self.options.speculation_enabled and self.options.num_draft_tokens != 0
+        return self.fleet.may_draft and self.options.speculation_enabled and self.options.sources is not None
 
     def draft_lane(self, params: SamplingParams) -> DraftLane | None:
         if not self._may_draft:
             return None
-        return DraftLane(self.fleet.choose_draft, len(self.options.prompt_ids), params, self._cache_salt)
+        num_prompt_tokens, sources = len(self.options.prompt_ids), self.options.sources or ()
+        return DraftLane(self.fleet.choose_draft, num_prompt_tokens, params, self._cache_salt, sources)
 
     def text_of(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])

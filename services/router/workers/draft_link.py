@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
+from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2, worker_pb2
 
 from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
 from shared.sampling.params import SamplingParams
@@ -56,13 +56,16 @@ class DraftLane:
         num_prompt_tokens: int,
         params: SamplingParams,
         cache_salt: bytes,
+        sources: Sequence[inference_pb2.DraftSource] = (),
     ) -> None:
-        """`choose` says on which worker the sequence is to begin, if there is any."""
+        """`choose` says on which worker the sequence is to begin, if there is any; `sources`: who there may draft, if
+        not whoever can."""
         self._choose = choose
         self._link = choose()
         self._num_prompt_tokens = num_prompt_tokens
         self._params = params
         self._cache_salt = cache_salt
+        self._sources = sources
         self._sequence_id = 0
         # Committed tokens the worker was told of, over the connection of that epoch, and those it has surely computed.
         self._num_told = 0
@@ -120,6 +123,7 @@ class DraftLane:
             num_draft_tokens=num_draft_tokens,
             num_nodes=num_nodes,
             least_likelihood=least_likelihood,
+            sources=self._sources,
             traceparent=traceparent,
         )
         for _ in range(2):  # the second time with all tokens, if the drafter had forgotten the sequence

@@ -98,6 +98,11 @@ class Fleet:
         """Whether there are drafters, or may be some day."""
         return bool(self.drafts) or self._directory is not None
 
+    @property
+    def targets_draft_with(self) -> str:
+        """What target workers draft with themselves, of those that do the first; empty if none does."""
+        return next((link.info.drafts_with for link in self.targets if link.info and link.info.drafts_with), "")
+
     def choose_draft(self) -> DraftLink | None:
         """The drafter for one more sequence: of those connected the one with the fewest; None if there is none."""
         connected = [link for link in self.drafts if link.connected]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shared.engine.model import CausalLM
-from shared.engine.self_drafting.head_files import HeadFiles
-from shared.engine.self_drafting.medusa import MedusaHead
+from shared.self_drafting.head_files import HeadFiles
+from shared.self_drafting.medusa import MedusaHead
 
 # Head, then place in it: blocks one behind the other, and behind them what makes logits.
 _ORIGINAL = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")

@@ -10,12 +10,12 @@ from torch import nn
 from shared.engine.kv_pool import KVPool
 from shared.engine.linear import pack_linears
 from shared.engine.model import CausalLM
-from shared.engine.self_drafting.drafter import SelfDrafter
-from shared.engine.self_drafting.eagle import Eagle
-from shared.engine.self_drafting.eagle_files import eagle_head, fingerprint
-from shared.engine.self_drafting.head_files import HeadFiles
-from shared.engine.self_drafting.medusa import Medusa
-from shared.engine.self_drafting.medusa_files import is_medusa, medusa_heads
+from shared.self_drafting.drafter import SelfDrafter
+from shared.self_drafting.eagle import Eagle
+from shared.self_drafting.eagle_files import eagle_head, fingerprint
+from shared.self_drafting.head_files import HeadFiles
+from shared.self_drafting.medusa import Medusa
+from shared.self_drafting.medusa_files import is_medusa, medusa_heads
 
 logger = logging.getLogger(__name__)
 

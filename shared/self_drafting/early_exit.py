@@ -10,9 +10,9 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import StepPlan
-from shared.engine.self_drafting.drafter import Growing
 from shared.engine.sequence import Sequence
 from shared.sampling.sampled import SampledTokens
+from shared.self_drafting.drafter import Growing
 from shared.settings import StartupError
 
 # Tokens in a line, at most.

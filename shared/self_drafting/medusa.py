@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shared.engine.scheduler import StepPlan
-from shared.engine.self_drafting.accepted import kept_tokens
-from shared.engine.self_drafting.drafter import Growing
 from shared.engine.sequence import Sequence
 from shared.sampling.sampled import SampledTokens
+from shared.self_drafting.accepted import kept_tokens
+from shared.self_drafting.drafter import Growing
 
 
 class ResidualBlock(nn.Module):

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shared.engine.engine import Engine
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool
 from shared.engine.scheduler import Scheduler, StepPlan
-from shared.engine.self_drafting.drafter import Growing, SelfDrafter
 from shared.engine.sequence import Sequence
 from shared.policy.calibration import Calibration, observe_proposal
 from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.step_costs import StepCosts
 from shared.sampling.branching import branch
 from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
+from shared.self_drafting.drafter import Growing, SelfDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class _Draft:
 
 
 class SelfDrafting:
-    """Proposes between steps what the drafter finds, for sequences that are greedy or seeded and may have it.
+    """The `Proposer` of what a drafter finds, for sequences that are greedy or seeded and may have it.
 
     The target's own draws verify it, whatever it is. A drafter that fails is left out from then on; everything else
     goes on without. Belongs to the engine's thread.
@@ -65,18 +67,20 @@ class SelfDrafting:
         # How often its guesses come true, by depth.
         self._calibrations = [Calibration() for _ in range(drafter.most_steps)]
 
+    @classmethod
+    def of(cls, engine: Engine, drafter: SelfDrafter) -> SelfDrafting:
+        """For an engine that is warmed up."""
+        return cls(drafter, engine.pool, SelfDraftingPolicy(StepCosts(engine.step_costs)))
+
     @property
     def source(self) -> str:
         return self._drafter.source
 
     def drafted(self, sequence: Sequence) -> Proposal:
-        """What it proposed for that sequence in the step that just ended; empty if that is none of its own."""
         draft = self._drafts.get(sequence)
         return draft.proposal if draft is not None else EMPTY_PROPOSAL
 
     def propose(self, scheduler: Scheduler) -> None:
-        """Gives those that are about to draw by themselves what there is to verify. Raises EngineBroken after an
-        accelerator's own error."""
         self._drafts, self._load, self._drafted, self._spent = {}, 0, False, 0.0
         decoding = scheduler.decoding()
         if self._failed or not decoding:
@@ -93,7 +97,6 @@ class SelfDrafting:
         self._spent = self._clock() - began
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
-        """A step is computed, and what was accepted stands where it belongs; see `SelfDrafter.observe`."""
         if self._failed:
             return
         try:
@@ -102,7 +105,6 @@ class SelfDrafting:
             self._fail("what a step computed", error)
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
-        """The step has ended, and brought so many tokens."""
         for sequence, draft in self._drafts.items():
             self._calibrate(draft, sequence.token_ids[draft.position :])
         if self._load and not has_prompts and not self._failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,15 +19,19 @@ from shared.engine.attention.paged import attend
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.scheduler import StepPlan
-from shared.engine.self_drafting.accepted import kept_tokens
-from shared.engine.self_drafting.drafter import Growing
 from shared.engine.sequence import Sequence
 from shared.sampling.sampled import SampledTokens
+from shared.self_drafting.accepted import kept_tokens
+from shared.self_drafting.drafter import Growing
 
 # Tokens in a line, at most.
 _MOST_STEPS = 8
 # What the target saw of so many tokens may wait until the sequence drafts: plain steps need no head.
 _MOST_PENDING = 32
+
+
+# Query, key and value `[..., heads, head_dim]`, not turned by their positions yet, to what they attend to, as queries.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class EagleShape(NamedTuple):
@@ -91,11 +96,9 @@ class EagleHead(nn.Module):
         fused: Tensor = self.fuse(captured.flatten(1))
         return fused
 
-    def forward(
-        self, embedded: Tensor, seen: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, layer: int
-    ) -> Tensor:
-        """`[T, hidden]`: what the target will have seen at the tokens `embedded`, `seen` being what it saw before
-        them. `rotation`: cosines and sines `[T, head_dim]`; its KV is that of `layer` in the pool."""
+    def layer(self, embedded: Tensor, seen: Tensor, attend: Attend) -> Tensor:
+        """`[..., hidden]`: what the target will have seen at the tokens `embedded`, `seen` being what it saw before
+        them."""
         if self.token_norm is not None:
             embedded = self.token_norm(embedded)
         if self.shape.kind == "eagle3":
@@ -106,21 +109,19 @@ class EagleHead(nn.Module):
         else:
             past = self.fuse(torch.cat([embedded, seen], dim=-1))
             x = past if self.input_norm is None else self.input_norm(past)
-        past = past + self._attend(x, rotation, batch, layer)
+        heads, kv_heads = self.shape.config.num_attention_heads, self.shape.num_kv_heads
+        split = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.shape.head_dim))
+        attended = attend(*torch.split(split, [heads, kv_heads, kv_heads], dim=-2))
+        past = past + self.attention_out(attended.flatten(-2))
         gate, up = self.gate_up(self.mlp_norm(past)).chunk(2, dim=-1)
         out: Tensor = past + self.mlp_out(functional.silu(gate) * up)
         return out
 
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, layer: int) -> Tensor:
-        heads, kv_heads, dim = self.shape.config.num_attention_heads, self.shape.num_kv_heads, self.shape.head_dim
-        cos, sin = (part.unsqueeze(1) for part in rotation)
-        split = self.qkv(x).view(len(x), heads + 2 * kv_heads, dim)
-        turned, value = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-        attended = attend(layer, turned[:, :heads], turned[:, heads:], value, batch, dim**-0.5)
-        out: Tensor = self.attention_out(attended.reshape(len(x), heads * dim))
-        return out
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `x` `[..., dim]` by the angles that these are of."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 @dataclass(slots=True)
@@ -244,9 +245,14 @@ class Eagle:
         ids = torch.tensor(tokens, device=self._model.device)
         embedded = self._model.embed(ids) if self._head.embedding is None else self._head.embedding(ids)
         positions = torch.from_numpy(batch.positions).to(self._model.device)
-        cos, sin = self._rotary(seen, positions.unsqueeze(0))
-        out: Tensor = self._head(embedded, seen, (cos[0], sin[0]), batch, self._model.num_layers)
-        return out
+        cos, sin = (part[0].unsqueeze(1) for part in self._rotary(seen, positions.unsqueeze(0)))
+
+        def attend_paged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            scale = self._head.shape.head_dim**-0.5
+            query, key = turn(query, cos, sin), turn(key, cos, sin)
+            return attend(self._model.num_layers, query, key, value, batch, scale)
+
+        return self._head.layer(embedded, seen, attend_paged)
 
     @torch.inference_mode()
     def _logits(self, outs: Tensor) -> Tensor:

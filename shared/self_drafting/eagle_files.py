@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from shared.engine.model import CausalLM
-from shared.engine.self_drafting.eagle import EagleHead, EagleShape
-from shared.engine.self_drafting.head_files import HeadFiles
+from shared.self_drafting.eagle import EagleHead, EagleShape
+from shared.self_drafting.head_files import HeadFiles
 
 # What the layer, and what is around it, is called.
 _LAYER_NAMES = ("midlayer.", "layers.0.", "transformer.")
@@ -82,7 +82,7 @@ def _shape(files: HeadFiles, weights: dict[str, Tensor], model: CausalLM) -> Eag
     eagle3 = "layer.hidden_norm.weight" in weights
     fused = weights["fc.weight"].shape[1]
     if eagle3:
-        captured = raw.get("eagle_aux_hidden_state_layer_ids") or _usual_layers(model)
+        captured = raw.get("eagle_aux_hidden_state_layer_ids") or usual_layers(model.num_layers)
         if not all(0 <= each <= model.num_layers for each in captured):
             raise files.error(f"sees layers {captured}, where {model.name} has {model.num_layers}")
         expected = len(captured) * model.hidden_size
@@ -130,8 +130,9 @@ def _shape(files: HeadFiles, weights: dict[str, Tensor], model: CausalLM) -> Eag
     )
 
 
-def _usual_layers(model: CausalLM) -> list[int]:
-    return [_EARLY, model.num_layers // 2, model.num_layers - _LATE]
+def usual_layers(num_layers: int) -> list[int]:
+    """Before which of its layers a target is looked at where nothing else is said."""
+    return [min(_EARLY, num_layers), num_layers // 2, max(0, num_layers - _LATE)]
 
 
 def _state(files: HeadFiles, weights: dict[str, Tensor], shape: EagleShape) -> dict[str, Tensor]:

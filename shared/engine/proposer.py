@@ -1,0 +1,35 @@
+"""What may give an engine's sequences something to verify, between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import Protocol
+
+from torch import Tensor
+
+from shared.engine.scheduler import Scheduler, StepPlan
+from shared.engine.sequence import Sequence
+from shared.sampling.proposal import Proposal
+from shared.sampling.sampled import SampledTokens
+
+
+class Proposer(Protocol):
+    """Is asked before each step, and told what came of it. All on the engine's thread."""
+
+    @property
+    def source(self) -> str:
+        """What it drafts with."""
+
+    def propose(self, scheduler: Scheduler) -> None:
+        """Gives proposals to sequences that are about to draw. Raises EngineBroken after an accelerator's own error,
+        and nothing else."""
+
+    def drafted(self, sequence: Sequence) -> Proposal:
+        """What it proposed for that sequence in this step; empty if that is none of its own."""
+
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+        """A step is computed, and the KV of what was accepted stands where it belongs. `captured`: see
+        `CausalLM.capture`; `sampled`: what each scheduled sequence with rows gains, and has not taken in yet."""
+
+    def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
+        """The step has ended, and brought so many tokens."""

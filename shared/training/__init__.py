@@ -1,0 +1,1 @@
+"""Making drafters: heads of a target, trained on its own distributions."""

@@ -1,0 +1,167 @@
+"""Training a student: for so long, resumable, and no longer than it helps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.settings import StartupError
+from shared.training.corpus import Corpus
+from shared.training.student import Student, agreement, loss_of
+from shared.training.teacher import Teacher
+
+_STATE = "training.pt"
+_WARM_UP_STEPS = 50
+_LEAST_RATE = 0.05
+_DECAY = 0.8
+# Checks without a better agreement after which it ends.
+_PATIENCE = 4
+_MOST_CHECK_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """How it is trained: windows of `length` tokens, `num_rows` at a time, for `minutes` in all; `peak_rate` is the
+    optimizer's, and it is looked at every `check_seconds`."""
+
+    minutes: float
+    num_rows: int = 4
+    length: int = 256
+    peak_rate: float = 1e-3
+    check_seconds: float = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is: `share` of the time, `loss` (nats a token) lately, and the latest `agreements` by depth."""
+
+    share: float
+    step: int
+    loss: float
+    agreements: list[float]
+
+
+class Trainer:
+    """Keeps its state beside what it writes, in `training.pt`: with the same folder it goes on from there."""
+
+    def __init__(self, teacher: Teacher, student: Student, corpus: Corpus, folder: Path, lessons: Lessons) -> None:
+        """Raises StartupError if the folder holds the state of another training."""
+        self._teacher = teacher
+        self._student = student
+        self._corpus = corpus
+        self._folder = folder
+        self._lessons = lessons
+        self._optimizer = torch.optim.AdamW(student.module.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        self._step = 0
+        self._seconds = 0.0
+        self._best: list[float] = []
+        self._num_worse = 0
+        self._weights: dict[str, Tensor] = {}
+        self._resume()
+
+    def run(self, on_progress: Callable[[Progress], None]) -> list[float]:
+        """Trains until the time is over or nothing improves; writes the best, and returns its agreement by depth with
+        the target on held-out text."""
+        lessons = self._lessons
+        batches = self._corpus.batches(lessons.num_rows, lessons.length, lessons.seed, first=self._step)
+        began = time.monotonic() - self._seconds
+        checked_at = self._seconds
+        agreements = self._best
+        loss = math.nan
+        for batch in batches:
+            self._seconds = time.monotonic() - began
+            share = self._seconds / (60 * lessons.minutes)
+            if share >= 1 or self._num_worse >= _PATIENCE:
+                break
+            new_loss = self._learn(batch, share)
+            loss = new_loss if math.isnan(loss) else 0.95 * loss + 0.05 * new_loss
+            if self._seconds - checked_at >= lessons.check_seconds:
+                checked_at = self._seconds
+                agreements = self._check()
+            on_progress(Progress(share, self._step, loss, agreements))
+        self._check()
+        self._student.module.load_state_dict(self._weights)
+        self._student.write(self._folder)
+        (self._folder / _STATE).unlink(missing_ok=True)
+        on_progress(Progress(1.0, self._step, loss, self._best))
+        return self._best
+
+    def _learn(self, batch: Tensor, share: float) -> float:
+        rate = self._lessons.peak_rate * min(1.0, (self._step + 1) / _WARM_UP_STEPS)
+        rate *= _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._student.module.train()
+        loss = loss_of(self._student, self._teacher.teach(batch), _DECAY)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._student.module.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return loss.item()
+
+    def _check(self) -> list[float]:
+        """Agreement on held-out text; keeps the weights if they are the best, and the state of it all."""
+        length = self._lessons.length
+        num_rows = min(len(self._corpus.held_out) // length, _MOST_CHECK_ROWS)
+        rows = self._corpus.held_out[: num_rows * length].view(num_rows, length)
+        self._student.module.eval()
+        batches = torch.split(rows, self._lessons.num_rows)
+        parts = [agreement(self._student, self._teacher.teach(batch)) for batch in batches]
+        found = [fmean(each) for each in zip(*parts, strict=True)]
+        if expected(found) > expected(self._best):
+            self._best, self._num_worse = found, 0
+            self._weights = {name: each.clone() for name, each in self._student.module.state_dict().items()}
+        else:
+            self._num_worse += 1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        new = self._folder / f"{_STATE}.new"
+        torch.save(self._state(), new)
+        new.replace(self._folder / _STATE)
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "kind": self._student.kind,
+            "step": self._step,
+            "seconds": self._seconds,
+            "best": self._best,
+            "num_worse": self._num_worse,
+            "weights": self._weights,
+            "module": self._student.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def _resume(self) -> None:
+        path = self._folder / _STATE
+        if not path.is_file():
+            return
+        try:
+            state = torch.load(path, weights_only=True)
+            if state["kind"] != self._student.kind:
+                raise ValueError(f"it is of a head of kind {state['kind']}")
+            self._student.module.load_state_dict(state["module"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._step, self._seconds = state["step"], state["seconds"]
+            self._best, self._num_worse, self._weights = state["best"], state["num_worse"], state["weights"]
+        except Exception as error:  # whatever is wrong with a file
+            reason = " ".join(str(error).split())[:200]
+            raise StartupError(f"{path} cannot be gone on from ({reason}): move it away to begin anew") from error
+
+
+def expected(agreements: list[float]) -> float:
+    """Draft tokens that are accepted, where the target draws its likeliest and a chain is as long as these."""
+    total, line = 0.0, 1.0
+    for share in agreements:
+        line *= share
+        total += line
+    return total
