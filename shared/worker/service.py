@@ -36,7 +36,7 @@ _END_SECONDS = 20.0
 def load_engine(
     settings: EngineSettings,
     sample: Sampler,
-    prepare: Callable[[CausalLM], Callable[[Engine], None] | None] | None = None,
+    prepare: Callable[[CausalLM], FinishEngine | None] | None = None,
 ) -> Engine:
     """Loads, admits and warms up the model. Takes its time: call it off the event loop.
 

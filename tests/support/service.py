@@ -68,10 +68,15 @@ async def inference(stack: Stack) -> AsyncIterator[inference_pb2_grpc.InferenceA
 
 
 def request(
-    prompt: str | Sequence[int], *, gamma: int | None = None, num_nodes: int | None = None, **fields: Any
+    prompt: str | Sequence[int],
+    *,
+    gamma: int | None = None,
+    num_nodes: int | None = None,
+    sources: Sequence[inference_pb2.DraftSource] = (),
+    **fields: Any,
 ) -> inference_pb2.GenerateRequest:
-    """A request for a text or for token ids; `gamma` None is adaptive, with `num_nodes` it drafts trees, `fields` are
-    GenerateRequest's own."""
+    """A request for a text or for token ids; `gamma` None is adaptive, with `num_nodes` it drafts trees, `sources` say
+    who may, `fields` are GenerateRequest's own."""
     made = inference_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):
         made.text = prompt
@@ -81,6 +86,7 @@ def request(
         made.speculation.num_draft_tokens = gamma
     if num_nodes is not None:
         made.speculation.num_nodes = num_nodes
+    made.speculation.sources.extend(sources)
     return made
 
 
@@ -109,6 +115,8 @@ async def collect(
     assert all(output.finish_reason for output in outputs.values())
     generated = Generated([outputs[index] for index in sorted(outputs)], usage)
     shown = [token for output in generated.outputs for token in output.draft_tokens]
+    # Where a target chooses itself what it drafts, that is trees.
+    in_trees = in_trees or any(its.source == inference_pb2.DRAFT_SOURCE_TARGET for its in usage.by_source)
     check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown, in_trees)
     return generated
 

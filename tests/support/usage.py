@@ -26,6 +26,11 @@ def check_usage(
     assert num_drafted <= usage.draft_tokens if in_trees else num_drafted == usage.draft_tokens
     assert sum(entry.accepted for entry in positions) == usage.accepted_tokens
     assert all(entry.accepted <= entry.drafted <= usage.rounds for entry in positions)
+    # Every round is somebody's, and drafts are shown as theirs.
+    assert sum(its.rounds for its in usage.by_source) == usage.rounds
+    assert sum(its.draft_tokens for its in usage.by_source) == usage.draft_tokens
+    assert sum(its.accepted_tokens for its in usage.by_source) == usage.accepted_tokens
+    assert inference_pb2.DRAFT_SOURCE_UNSPECIFIED not in {its.source for its in usage.by_source}
     # A token is drafted, and accepted, only behind those before it.
     assert [entry.drafted for entry in positions] == sorted((entry.drafted for entry in positions), reverse=True)
     assert [entry.accepted for entry in positions] == sorted((entry.accepted for entry in positions), reverse=True)
@@ -34,6 +39,9 @@ def check_usage(
         accepted = origins.count(inference_pb2.TOKEN_ORIGIN_ACCEPTED)
         rejected = origins.count(inference_pb2.TOKEN_ORIGIN_REJECTED)
         assert accepted == usage.accepted_tokens, "other tokens are shown as accepted than usage counts"
+        for token in draft_tokens:
+            drafted = token.origin in (inference_pb2.TOKEN_ORIGIN_ACCEPTED, inference_pb2.TOKEN_ORIGIN_REJECTED)
+            assert (token.source != inference_pb2.DRAFT_SOURCE_UNSPECIFIED) == drafted, "whose a token is"
         shown = accepted + rejected
         as_told = shown <= usage.draft_tokens if in_trees else shown == usage.draft_tokens
         assert as_told, "other tokens are shown as drafted than usage counts"

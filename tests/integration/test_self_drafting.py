@@ -1,0 +1,149 @@
+"""Targets that draft for themselves, through the service: with their first layers, and with heads of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from outrider.v1 import inference_pb2
+
+from services.cli.stack import Stack
+from shared.models import DEMO_DRAFT, DEMO_TARGET
+from tests.support.greedy import Reference, python_prompts, references
+from tests.support.heads import (
+    config_of,
+    eagle3_weights,
+    eagle_weights,
+    layer_config,
+    medusa_weights,
+    write_head,
+    write_medusa,
+)
+from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_TOKENS = 48
+RESTART_SECONDS = 60
+HALFWAY_CHUNKS = 8
+KINDS = ["early exit", "medusa", "eagle", "eagle3"]
+# Number of draft tokens, and of a tree's.
+SHAPES: list[tuple[int | None, int | None]] = [(1, None), (3, None), (None, None), (3, 10)]
+
+
+def write_drafter(kind: str, folder: Path) -> dict[str, str]:
+    """What a target worker is told so as to draft with it; heads are random ones."""
+    torch.manual_seed(1)
+    config = config_of(DEMO_TARGET)
+    match kind:
+        case "medusa":
+            head = write_medusa(folder, medusa_weights(config, 3))
+        case "eagle":
+            head = write_head(folder, eagle_weights(config), layer_config(config))
+        case "eagle3":
+            head = write_head(folder, eagle3_weights(config, 1024), layer_config(config))
+        case _:
+            return {"OUTRIDER_TARGET_EARLY_EXIT": "5"}
+    return {"OUTRIDER_TARGET_HEAD": str(head)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    told = write_drafter(request.param, tmp_path_factory.mktemp("head"))
+    async with running_stack({"target-0": told}, draft=None) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def demo_references() -> list[Reference]:
+    return references(DEMO_TARGET, python_prompts(60), 3, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+async def test_greedy_text_is_the_targets_own(
+    stack: Stack, demo_references: list[Reference], shape: tuple[int | None, int | None]
+) -> None:
+    gamma, num_nodes = shape
+
+    async def check(stub: Any, reference: Reference) -> Generated:
+        answer = await generate(
+            stub, reference.prompt, gamma=gamma, num_nodes=num_nodes, max_tokens=NUM_TOKENS, temperature=0,
+            ignore_eos=True, include_draft_tokens=True,
+        )  # fmt: skip
+        assert answer.token_ids == reference.token_ids
+        return answer
+
+    async with inference(stack) as stub:
+        answers = await asyncio.gather(*(check(stub, reference) for reference in demo_references))
+        drafts_with = (await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).target_drafts_with
+    if gamma is not None:
+        for answer in answers:
+            [its] = answer.usage.by_source
+            assert its.source == inference_pb2.DRAFT_SOURCE_TARGET
+            assert (its.rounds, its.draft_tokens) == (answer.usage.rounds, answer.usage.draft_tokens)
+            assert answer.usage.rounds > 0
+    if drafts_with == "early exit" and gamma is not None:
+        assert sum(answer.usage.accepted_tokens for answer in answers) > NUM_TOKENS // 2
+    await wait_until_idle(stack)
+
+
+async def test_seeded_text_is_the_same_however_it_is_drafted(stack: Stack, demo_references: list[Reference]) -> None:
+    fields: dict[str, Any] = {
+        "prompt": demo_references[0].prompt, "max_tokens": NUM_TOKENS, "temperature": 0.6, "seed": 9, "n": 3,
+        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "ignore_eos": True,
+    }  # fmt: skip
+    async with inference(stack) as stub:
+        texts = [
+            [output.token_ids for output in (await generate(stub, gamma=gamma, num_nodes=nodes, **fields)).outputs]
+            for gamma, nodes in ((0, None), *SHAPES)
+        ]
+    assert all(each == texts[0] for each in texts[1:])
+    await wait_until_idle(stack)
+
+
+async def test_a_target_that_dies_halfway_changes_no_token(stack: Stack, demo_references: list[Reference]) -> None:
+    reference, num_chunks = demo_references[1], 0
+
+    def on_chunk(_: object) -> None:
+        nonlocal num_chunks
+        num_chunks += 1
+        if num_chunks == HALFWAY_CHUNKS:
+            stack.kill("target-0")
+
+    async with inference(stack) as stub:
+        answer = await generate(
+            stub, reference.prompt, gamma=1, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, on_chunk=on_chunk
+        )
+    assert answer.token_ids == reference.token_ids
+    async with asyncio.timeout(RESTART_SECONDS):
+        await stack.processes["target-0"].ready.wait()
+    await wait_until_idle(stack)
+
+
+async def test_who_may_draft_is_the_requests_to_say(demo_references: list[Reference]) -> None:
+    told = {"target-0": {"OUTRIDER_TARGET_EARLY_EXIT": "5"}}
+    reference = demo_references[0]
+    async with running_stack(told, draft=str(DEMO_DRAFT)) as stack, inference(stack) as stub:
+
+        async def sources_of(*sources: inference_pb2.DraftSource) -> set[inference_pb2.DraftSource]:
+            answer = await generate(
+                stub, reference.prompt, gamma=3, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, sources=sources
+            )
+            assert answer.token_ids == reference.token_ids
+            return {its.source for its in answer.usage.by_source}
+
+        target, model = inference_pb2.DRAFT_SOURCE_TARGET, inference_pb2.DRAFT_SOURCE_MODEL
+        suffix = inference_pb2.DRAFT_SOURCE_SUFFIX
+        assert await sources_of(target) == {target}
+        assert await sources_of(model) == {model}
+        # Its output was copied from the requests before.
+        assert await sources_of(suffix) == {suffix}
+        assert await sources_of(model, suffix) <= {model, suffix}
+        # Rounds of a fixed length are the draft worker's, where there is one.
+        assert target not in await sources_of()
+        await wait_until_idle(stack)
