@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared.engine.decoder_layers import DecoderLayers
+
 
 class Captures:
-    """Keeps what a decoder of transformers' gives the layers of `layers`, or as the last one's successor its head."""
+    """Keeps what a model of transformers' gives its layers, of these numbers, or as the last one's successor its
+    head."""
 
-    def __init__(self, decoder: Any, layers: Sequence[int]) -> None:
+    def __init__(self, model: DecoderLayers, layers: Sequence[int]) -> None:
         self._layers = list(layers)
         self._seen: dict[int, Tensor] = {}
         for layer in set(layers):
-            if layer < len(decoder.layers):
-                decoder.layers[layer].register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
+            if layer < len(model.layers):
+                model.layers[layer].register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
             else:
-                decoder.norm.register_forward_hook(partial(self._see_output, layer))
+                model.norm.register_forward_hook(partial(self._see_output, layer))
 
     def take(self) -> Tensor:
         """Of the forward that just ended, of one row, `[T, len(layers), hidden]`."""

@@ -18,7 +18,7 @@ from shared.engine.attention.grouping import Indices
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
 from shared.engine.captures import Captures
 from shared.engine.context_limit import context_limit
-from shared.engine.decoder_layers import decoder_of, first_layers
+from shared.engine.decoder_layers import decoder_layers, first_layers
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
@@ -106,7 +106,7 @@ class CausalLM:
         """Has every step keep what its tokens look like before these layers in `captured`: with the number of layers,
         as the head sees it, behind the last one and its norm. Raises StartupError if they cannot be found."""
         self._captured_layers = tuple(layers)
-        self._captures = Captures(decoder_of(self._model, self.name), layers)
+        self._captures = Captures(decoder_layers(self._model, self.name), layers)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:

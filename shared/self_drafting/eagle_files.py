@@ -36,9 +36,8 @@ def eagle_head(files: HeadFiles, model: CausalLM) -> EagleHead:
     shape = _shape(files, weights, model)
     with torch.device("meta"):
         head = EagleHead(shape)
-    state = _state(files, weights, shape)
     try:
-        head.load_state_dict(state, assign=True)
+        head.load_state_dict(_state(files, weights, shape), assign=True)
     except RuntimeError as error:
         raise files.error(f"does not fit {model.name}: {' '.join(str(error).split())[:400]}") from error
     head = head.to(model.device, model.dtype).eval()

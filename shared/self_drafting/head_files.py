@@ -34,6 +34,8 @@ class HeadFiles:
             self.config: dict[str, Any] = {}
             if (folder / _CONFIG).is_file():
                 self.config = json.loads((folder / _CONFIG).read_text())
+                if not isinstance(self.config, dict):
+                    raise ValueError(f"{_CONFIG} holds no object")
             self.weights = _read(folder)
         except Exception as error:
             # The hub client, json, safetensors and pickle share no exception class.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Tokens
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
@@ -15,6 +15,12 @@ from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.verifier import verify
 from shared.self_drafting.loader import load_head
 from shared.self_drafting.rounds import SelfDrafting
+
+
+class _Settings(EngineSettings):
+    """Of an engine that is no worker's."""
+
+    service: ClassVar[str] = "trial"
 
 
 class Trial(NamedTuple):
@@ -57,7 +63,7 @@ def try_head(target: str, head: str, prompts: Tokens[Tokens[int]], depth: int, n
     """The same with a head, in an engine of its own. Raises StartupError if it cannot be served."""
     model = CausalLM.load(target)
     make_drafter = load_head(head, model)
-    engine = Engine(model, EngineSettings(model=target, port=0), verify)
+    engine = Engine(model, _Settings(model=target, port=0), verify)
     engine.warm_up()
     engine.draft_by(SelfDrafting.of(engine, make_drafter(model, engine.pool)))
     return try_drafter(engine, prompts, depth, num_tokens)

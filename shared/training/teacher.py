@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.engine.captures import Captures
-from shared.engine.decoder_layers import decoder_of
+from shared.engine.decoder_layers import decoder_layers
 from shared.engine.source import check_source
 from shared.settings import StartupError
 
@@ -42,7 +42,7 @@ class Teacher:
         self.model: Any = loaded.to(device).eval().requires_grad_(False)
         self.name = Path(source).name
         self.config: Any = self.model.config.get_text_config()
-        self._decoder = decoder_of(self.model, self.name)
+        self._decoder = decoder_layers(self.model, self.name)
         self._captures: Captures | None = None
 
     @property

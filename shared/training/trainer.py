@@ -35,7 +35,7 @@ class Lessons:
     minutes: float
     num_rows: int = 4
     length: int = 256
-    peak_rate: float = 1e-3
+    peak_rate: float = 3e-3
     check_seconds: float = 60.0
     seed: int = 0
 
