@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated
 
 import grpc
@@ -41,6 +42,21 @@ class Transcript:
     tokens: list[str] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
     usage: inference_pb2.Usage | None = None
+
+
+class DraftSource(StrEnum):
+    """Who may draft: a draft worker's model, its copies of texts, or the target worker itself."""
+
+    MODEL = "model"
+    SUFFIX = "suffix"
+    TARGET = "target"
+
+
+_SOURCES = {
+    DraftSource.MODEL: inference_pb2.DRAFT_SOURCE_MODEL,
+    DraftSource.SUFFIX: inference_pb2.DRAFT_SOURCE_SUFFIX,
+    DraftSource.TARGET: inference_pb2.DRAFT_SOURCE_TARGET,
+}
 
 
 def generate(
@@ -82,6 +98,10 @@ def generate(
         int | None,
         typer.Option(metavar="N", min=0, help="Draft trees of so many tokens, at most 64.", show_default="chains"),
     ] = None,
+    sources: Annotated[
+        list[DraftSource] | None,
+        typer.Option("--source", help="Who may draft; may be given often.", show_default="whoever there is"),
+    ] = None,
     show_speculation: Annotated[
         bool, typer.Option("--show-speculation", help="Colour accepted, rejected and recovered tokens.")
     ] = False,
@@ -115,7 +135,10 @@ def generate(
             seed=seed,
             logprobs=logprobs,
             speculation=inference_pb2.Speculation(
-                enabled=not no_speculation, num_draft_tokens=num_draft_tokens, num_nodes=num_nodes
+                enabled=not no_speculation,
+                num_draft_tokens=num_draft_tokens,
+                num_nodes=num_nodes,
+                sources=[_SOURCES[source] for source in sources or ()],
             ),
             include_draft_tokens=show_speculation or logprobs is not None,
         )

@@ -15,6 +15,11 @@ STYLES = {
     inference_pb2.TOKEN_ORIGIN_BONUS: "cyan",
     inference_pb2.TOKEN_ORIGIN_TARGET: "dim",
 }
+SOURCE_STYLES = {
+    inference_pb2.DRAFT_SOURCE_SUFFIX: ("yellow", "copied and accepted"),
+    inference_pb2.DRAFT_SOURCE_TARGET: ("magenta", "drafted by the target itself and accepted"),
+}
+"""Of accepted tokens that no draft model drafted, and what that means."""
 
 MARKS = {
     inference_pb2.TOKEN_ORIGIN_REJECTED: ("[-", "-]"),
@@ -29,30 +34,41 @@ _MEANINGS = {
     inference_pb2.TOKEN_ORIGIN_RECOVERED: "recovered by the target",
     inference_pb2.TOKEN_ORIGIN_BONUS: "bonus of the target",
 }
+_SOURCES = {
+    inference_pb2.DRAFT_SOURCE_MODEL: "model",
+    inference_pb2.DRAFT_SOURCE_SUFFIX: "suffix",
+    inference_pb2.DRAFT_SOURCE_TARGET: "target",
+}
 _NOT_DRAFTED = "not drafted"
 
 
 def render_tokens(tokens: Iterable[inference_pb2.DraftToken], *, colours: bool) -> Text:
-    """A round's tokens in text order, each in its origin's colour, or between its marks without `colours`."""
+    """A round's tokens in text order, each in the colour of its origin, or if it was accepted of its source; between its
+    marks without `colours`."""
     text = Text()
-    for origin, run in groupby(tokens, key=lambda token: token.origin):
+    for (origin, source), run in groupby(tokens, key=lambda token: (token.origin, token.source)):
         shown = "".join(token.text for token in run)
         if origin == inference_pb2.TOKEN_ORIGIN_REJECTED:
             # A rejected line break is not part of the output and must not break its line.
             shown = shown.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
-        text.append_text(_styled(shown, origin, colours))
+        if colours and origin == inference_pb2.TOKEN_ORIGIN_ACCEPTED and source in SOURCE_STYLES:
+            text.append(shown, style=SOURCE_STYLES[source][0])
+        else:
+            text.append_text(_styled(shown, origin, colours))
     return text
 
 
 def legend(*, colours: bool) -> Text:
     """What the colours, or marks, mean."""
     meanings = dict(_MEANINGS)
+    accepted = [Text(meaning, style) for style, meaning in SOURCE_STYLES.values() if colours]
     if colours:
         meanings[inference_pb2.TOKEN_ORIGIN_TARGET] = _NOT_DRAFTED
     else:
         # Decoded plainly, tokens come one by one: marks around each of them could not be read.
         meanings[inference_pb2.TOKEN_ORIGIN_ACCEPTED] += f", or {_NOT_DRAFTED}"
-    return Text(" · ").join(_styled(meaning, origin, colours) for origin, meaning in meanings.items())
+    first, *others = (_styled(meaning, origin, colours) for origin, meaning in meanings.items())
+    return Text(" · ").join([first, *accepted, *others])
 
 
 def summary(usage: inference_pb2.Usage) -> str:
@@ -67,6 +83,9 @@ def summary(usage: inference_pb2.Usage) -> str:
     else:
         parts.append(f"α {alpha:.2f} ({usage.accepted_tokens} of {usage.draft_tokens} draft tokens kept)")
         parts.append(f"{1 + usage.accepted_tokens / max(usage.rounds, 1):.2f} tokens per round")
+        if {its.source for its in usage.by_source} - {inference_pb2.DRAFT_SOURCE_MODEL}:
+            kept = [f"{its.accepted_tokens} by {_SOURCES[its.source]}" for its in usage.by_source]
+            parts.append("kept " + ", ".join(kept))
     parts.append(f"prefix hit {usage.cached_tokens}/{usage.prompt_tokens}")
     return " · ".join(parts)
 

@@ -39,7 +39,8 @@ _DRAFT_MEMORY_SHARE = 0.2
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out; "none" is one without a model. With `num_prefill` and `num_decode` the target
+    `draft` None leaves the drafter out; "none" is one without a model. `head`, or `early_exit` layers, are what the
+    target workers draft with themselves. With `num_prefill` and `num_decode` the target
     workers are two pools, and `num_targets` more that do either (None: one, or beside pools none). With `prefix_store`
     the stack's Redis keeps prefix blocks themselves, too; with `certs`, a folder that `outrider certs` filled, all
     connections are TLS. `host` and `port` are the router's (0 picks a free one); workers listen on free ports of the
@@ -49,6 +50,8 @@ class StackSettings:
 
     target: str = str(DEMO_TARGET)
     draft: str | None = str(DEMO_DRAFT)
+    head: str | None = None
+    early_exit: int | None = None
     num_targets: int | None = None
     num_prefill: int = 0
     num_decode: int = 0
@@ -195,12 +198,13 @@ class Stack:
         address["router"] = f"{settings.host}:{claim_port(settings.host, settings.port)}"
 
         engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
+        own_drafts = {"head": settings.head, "early-exit": settings.early_exit}
         for name in targets:
             role = name.partition("-")[0]
             self._add(
                 name,
                 address[name],
-                {"model": settings.target, "role": None if role == "target" else role, **engine},
+                {"model": settings.target, "role": None if role == "target" else role, **own_drafts, **engine},
                 service="target",
             )
         for name in drafts:

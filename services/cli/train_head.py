@@ -60,10 +60,15 @@ def train_head(
     with ProgressBar(*columns, console=console) as bar:
         task = bar.add_task(kind.value, total=1.0)
 
+        shown: list[float] = []
+
         def on_progress(progress: Progress) -> None:
             shares = " ".join(f"{share:.0%}" for share in progress.agreements)
             described = f"{kind.value}: loss {progress.loss:.3f}" + (f", agrees {shares}" if shares else "")
             bar.update(task, completed=progress.share, description=described)
+            if not console.is_terminal and progress.agreements != shown:  # where no bar moves, lines tell
+                shown[:] = progress.agreements
+                console.print(f"{progress.share:.0%} {described}")
 
         made = session.train_head(wanted, out, console.print, on_progress)
     console.print(write_card(out, kind.value, made))

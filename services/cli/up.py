@@ -32,6 +32,16 @@ def up(
             show_default="the demo draft",
         ),
     ] = str(DEMO_DRAFT),
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Heads that the target workers draft with themselves: a local folder or a hub name."
+        ),
+    ] = None,
+    early_exit: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Have the target workers draft with their first so many layers."),
+    ] = None,
     num_targets: Annotated[
         int | None,
         typer.Option(
@@ -77,6 +87,8 @@ def up(
     settings = StackSettings(
         target=target,
         draft={"none": None, "copy": NO_MODEL}.get(draft, draft),
+        head=head,
+        early_exit=early_exit,
         num_targets=num_targets,
         num_prefill=prefill,
         num_decode=decode,

@@ -14,7 +14,7 @@ from rich.console import Console
 from services.cli.client import Client
 from services.cli.generate import GenerateError, stream
 from services.cli.log_view import render_log
-from services.cli.speculation_view import STYLES, acceptance_rate, legend, render_tokens, summary
+from services.cli.speculation_view import SOURCE_STYLES, STYLES, acceptance_rate, legend, render_tokens, summary
 
 TARGET = inference_pb2.TOKEN_ORIGIN_TARGET
 ACCEPTED = inference_pb2.TOKEN_ORIGIN_ACCEPTED
@@ -44,6 +44,20 @@ def test_each_origin_has_its_colour() -> None:
     assert styles == {"a": "dim", "b": "green", "c": "red strike", "d": "blue", "e": "cyan"}
 
 
+def test_accepted_tokens_have_the_colour_of_who_drafted_them() -> None:
+    sources = {
+        "a": inference_pb2.DRAFT_SOURCE_MODEL,
+        "b": inference_pb2.DRAFT_SOURCE_SUFFIX,
+        "c": inference_pb2.DRAFT_SOURCE_TARGET,
+    }
+    shown = [inference_pb2.DraftToken(text=text, origin=ACCEPTED, source=source) for text, source in sources.items()]
+    shown.append(inference_pb2.DraftToken(text="d", origin=REJECTED, source=inference_pb2.DRAFT_SOURCE_SUFFIX))
+    text = render_tokens(shown, colours=True)
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans if span.style}
+    assert styles == {"a": "green", "b": "yellow", "c": "magenta", "d": "red strike"}
+    assert render_tokens(shown, colours=False).plain == "abc[-d-]"
+
+
 def test_without_colours_marks_tell_the_output_from_the_rejected() -> None:
     round_tokens = tokens(("def", ACCEPTED), (" main", REJECTED), ("(", REJECTED), (" f", RECOVERED), ("(", BONUS))
     assert render_tokens(round_tokens, colours=False).plain == "def[- main(-]{+ f+}{*(*}"
@@ -62,7 +76,7 @@ def test_the_legend_explains_every_mark() -> None:
     )
     coloured = legend(colours=True)
     styles = {str(span.style) for span in coloured.spans if span.style}
-    assert styles == set(STYLES.values())
+    assert styles == {*STYLES.values(), *(style for style, _ in SOURCE_STYLES.values())}
     assert coloured.plain.endswith(" · bonus of the target · not drafted")
 
 
@@ -102,6 +116,13 @@ def test_summary_line() -> None:
         "TTFT 32 ms · 40.0 tokens/s (20 in 0.50 s) · α 0.56 (9 of 20 draft tokens kept) · "
         "1.90 tokens per round · prefix hit 32/40"
     )
+
+
+def test_the_summary_says_whose_tokens_were_kept() -> None:
+    told = usage([(4, 3)], output_tokens=8, draft_tokens=4, accepted_tokens=3, rounds=4, total_seconds=1.0)
+    for source, kept in ((inference_pb2.DRAFT_SOURCE_MODEL, 1), (inference_pb2.DRAFT_SOURCE_TARGET, 2)):
+        told.by_source.add(source=source, accepted_tokens=kept)
+    assert " · kept 1 by model, 2 by target · " in summary(told)
 
 
 def test_summary_without_speculation() -> None:
