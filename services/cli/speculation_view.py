@@ -43,7 +43,7 @@ _NOT_DRAFTED = "not drafted"
 
 
 def render_tokens(tokens: Iterable[inference_pb2.DraftToken], *, colours: bool) -> Text:
-    """A round's tokens in text order, each in the colour of its origin, or if it was accepted of its source; between its
+    """A round's tokens in text order, each in the colour of its origin, or if accepted of its source; between its
     marks without `colours`."""
     text = Text()
     for (origin, source), run in groupby(tokens, key=lambda token: (token.origin, token.source)):

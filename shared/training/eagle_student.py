@@ -43,6 +43,9 @@ class EagleStudent:
         self._head = EagleHead(shape).to(weight.device)
         assert self._head.out is not None
         self._head.out.weight.data.copy_(weight)
+        if _begins_as(self._head, teacher.last_layer):
+            assert self._head.output_norm is not None
+            self._head.output_norm.weight.data.copy_(teacher.norm_weight)
         rotary: Any = LlamaRotaryEmbedding(self._config)
         self._rotary = rotary.to(weight.device)
         teacher.capture(self._layers)
@@ -109,6 +112,30 @@ class EagleStudent:
             "tie_word_embeddings": False,
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _begins_as(head: EagleHead, layer: Any) -> bool:
+    """Where the target's last layer is a Llama's, the head begins as that layer on the latest state that it sees, and
+    learns faster for it. Whether it does."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    try:
+        projections = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])  # type: ignore[union-attr]
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])  # type: ignore[union-attr]
+        kept = {
+            head.attention_out: attention.o_proj.weight,  # type: ignore[union-attr]
+            head.gate_up: gate_up,
+            head.mlp_out: mlp.down_proj.weight,  # type: ignore[union-attr]
+        }
+    except AttributeError:
+        return False
+    hidden = head.shape.config.hidden_size
+    with torch.no_grad():
+        head.qkv.weight[:, hidden:] = projections
+        for ours, theirs in kept.items():
+            ours.weight.copy_(theirs)
+        head.fuse.weight[:, :-hidden] *= 0.1
+        head.fuse.weight[:, -hidden:] = torch.eye(hidden)
+    return True
 
 
 def _layer_config(config: Any) -> LlamaConfig:

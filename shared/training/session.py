@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from shared.models.demo.train import shuffled_corpus
 from shared.self_drafting.trial import Trial, try_head
 from shared.training.corpus import Corpus, corpus_of, read_texts, sample_corpus
@@ -66,8 +68,8 @@ def train_head(
         student = EagleStudent(teacher, wanted.num_steps)
     agreements = Trainer(teacher, student, corpus, folder, lessons).run(on_progress)
     on_stage("trying it in service")
-    held_out = corpus.held_out[: _NUM_PROMPTS * _PROMPT_TOKENS].tolist()
-    prompts = [held_out[i : i + _PROMPT_TOKENS] for i in range(0, len(held_out), _PROMPT_TOKENS)]
+    apart = max(_PROMPT_TOKENS, len(corpus.held_out) // _NUM_PROMPTS)
+    prompts = [part[:_PROMPT_TOKENS].tolist() for part in torch.split(corpus.held_out, apart)][:_NUM_PROMPTS]
     trial = try_head(wanted.target, str(folder), prompts, wanted.num_steps, _TRIAL_TOKENS)
     return Made(teacher.name, agreements, len(prompts), trial)
 

@@ -50,6 +50,16 @@ class Teacher:
         return len(self._decoder.layers)
 
     @property
+    def last_layer(self) -> Any:
+        return self._decoder.layers[-1]
+
+    @property
+    def norm_weight(self) -> Tensor:
+        """`[hidden]`: of the norm before its head."""
+        weight: Tensor = self._decoder.norm.weight
+        return weight
+
+    @property
     def head_weight(self) -> Tensor:
         """`[V, hidden]`: what its logits are made with."""
         weight: Tensor = self.model.get_output_embeddings().weight

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -14,6 +16,7 @@ from outrider.v1 import inference_pb2
 
 from services.cli.stack import Stack
 from shared.models import DEMO_DRAFT, DEMO_TARGET
+from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.greedy import Reference, python_prompts, references
 from tests.support.heads import (
     config_of,
@@ -24,6 +27,7 @@ from tests.support.heads import (
     write_head,
     write_medusa,
 )
+from tests.support.models import tiny_llama
 from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,19 +40,20 @@ KINDS = ["early exit", "medusa", "eagle", "eagle3"]
 SHAPES: list[tuple[int | None, int | None]] = [(1, None), (3, None), (None, None), (3, 10)]
 
 
-def write_drafter(kind: str, folder: Path) -> dict[str, str]:
+def write_drafter(kind: str, folder: Path, target: Path = DEMO_TARGET) -> dict[str, str]:
     """What a target worker is told so as to draft with it; heads are random ones."""
     torch.manual_seed(1)
-    config = config_of(DEMO_TARGET)
+    config = config_of(target)
     match kind:
         case "medusa":
             head = write_medusa(folder, medusa_weights(config, 3))
         case "eagle":
             head = write_head(folder, eagle_weights(config), layer_config(config))
         case "eagle3":
-            head = write_head(folder, eagle3_weights(config, 1024), layer_config(config))
+            said = layer_config(config) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+            head = write_head(folder, eagle3_weights(config, config.vocab_size // 2), said)
         case _:
-            return {"OUTRIDER_TARGET_EARLY_EXIT": "5"}
+            return {"OUTRIDER_TARGET_EARLY_EXIT": str(config.num_hidden_layers - 1)}
     return {"OUTRIDER_TARGET_HEAD": str(head)}
 
 
@@ -147,3 +152,41 @@ async def test_who_may_draft_is_the_requests_to_say(demo_references: list[Refere
         # Rounds of a fixed length are the draft worker's, where there is one.
         assert target not in await sources_of()
         await wait_until_idle(stack)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_unseeded_samples_follow_the_target(kind: str, tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target", vocab_size=12)
+    told = write_drafter(kind, tmp_path / "head", target)
+    prompt, filters, num_tokens, places = (5, 3, 11, 7), Filters(1.0, top_k=8), 5, asyncio.Semaphore(16)
+    async with running_stack({"target-0": told}, target=str(target), draft=None) as running, inference(running) as stub:
+
+        async def draw() -> Generated:
+            async with places:
+                return await generate(
+                    stub, prompt, gamma=3, num_nodes=9, n=16, max_tokens=num_tokens, ignore_eos=True,
+                    **filters.fields(),
+                )  # fmt: skip
+
+        answers = await asyncio.gather(*(draw() for _ in range(157)))
+        await wait_until_idle(running)
+    samples = np.array([output.token_ids for answer in answers for output in answer.outputs])
+    assert samples.shape == (157 * 16, num_tokens)
+    assert sum(answer.usage.accepted_tokens for answer in answers) > 0.2 * sum(
+        answer.usage.rounds for answer in answers
+    )
+    assert len(np.unique(samples, axis=0)) > 200
+    assert least_p_value(samples, exact(target, prompt, num_tokens, filters)) > 1e-6
+
+
+async def test_sources_that_are_none_are_named(stack: Stack) -> None:
+    model = inference_pb2.DRAFT_SOURCE_MODEL
+    async with inference(stack) as stub:
+        for sources in ([inference_pb2.DRAFT_SOURCE_UNSPECIFIED], [model, model]):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await generate(stub, "def", sources=sources, max_tokens=2)
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"speculation.sources[{len(sources) - 1}]" in str(error.value.details())
+        # Nobody is left to draft.
+        alone = await generate(stub, "def", sources=[model], max_tokens=8)
+    assert alone.usage.rounds == 0

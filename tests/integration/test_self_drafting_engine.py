@@ -1,0 +1,222 @@
+"""Engines that draft for themselves: exact on every attention path, in small pools, and whatever the drafter does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.target.self_drafting import self_drafting
+from services.target.settings import TargetSettings
+from shared.engine.engine import Engine
+from shared.engine.sequence import Sequence as EngineSequence
+from shared.sampling.params import SamplingParams, SelfDraft
+from shared.sampling.verifier import verify
+from shared.self_drafting.drafter import Growing
+from shared.self_drafting.rounds import SelfDrafting
+from shared.settings import StartupError
+from shared.worker.service import load_engine
+from tests.support.families import tiny_checkpoint
+from tests.support.greedy import references
+from tests.support.heads import (
+    config_of,
+    eagle3_weights,
+    eagle_weights,
+    layer_config,
+    medusa_weights,
+    write_head,
+    write_medusa,
+)
+from tests.support.models import tiny_llama
+
+NUM_TOKENS = 24
+SHAPES = [SelfDraft(1), SelfDraft(4), SelfDraft(3, 9), SelfDraft()]
+FAMILIES = ["mistral", "gemma2", "qwen3", "gpt_oss", "gpt2"]
+
+
+def drafts_with(kind: str, target: Path, folder: Path) -> dict[str, Any]:
+    """Settings of a target that drafts so; heads are random ones."""
+    torch.manual_seed(2)
+    config = config_of(target)
+    match kind:
+        case "medusa":
+            return {"head": str(write_medusa(folder, medusa_weights(config, 4)))}
+        case "eagle":
+            return {"head": str(write_head(folder, eagle_weights(config), layer_config(config)))}
+        case "eagle3":
+            said = layer_config(config) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+            return {"head": str(write_head(folder, eagle3_weights(config, 64), said))}
+    return {"early_exit": 1}
+
+
+def engine_of(target: Path, **fields: Any) -> Engine:
+    defaults: dict[str, Any] = {"dtype": "float32", "native": "off", "num_blocks": 40, "max_batch_tokens": 40}
+    settings = TargetSettings(model=str(target), **(defaults | fields))
+    return load_engine(settings, verify, lambda model: self_drafting(settings, model))
+
+
+def write(engine: Engine, sequences: Sequence[EngineSequence]) -> list[list[int]]:
+    """Their output, all begun together."""
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    while engine.step() is not None:
+        pass
+    engine.scheduler.check()
+    assert engine.scheduler.is_empty
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+
+
+def sequence(prompt: Sequence[int], **fields: Any) -> EngineSequence:
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+    return EngineSequence(prompt, len(prompt), SamplingParams(**(defaults | fields)), bytes(32), num_steps=1000)
+
+
+def random_prompts(length: int) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randint(1, 257, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["early exit", "medusa", "eagle", "eagle3"])
+def test_greedy_text_is_transformers_own(kind: str, family: str, tmp_path: Path) -> None:
+    if family == "gpt2" and kind.startswith("eagle"):
+        pytest.skip("GPT-2's layers are no Llama's, so nobody has such a head")
+    target = tiny_checkpoint(family, tmp_path / "target")
+    expected = references(target, random_prompts(45), 4, NUM_TOKENS)
+    # Less than all of them need at once: some are preempted.
+    engine = engine_of(target, **drafts_with(kind, target, tmp_path / "head"), num_blocks=14)
+    for wanted in SHAPES:
+        texts = write(engine, [sequence(each.prompt, self_draft=wanted) for each in expected])
+        assert texts == [each.token_ids for each in expected]
+    assert engine.scheduler.num_preempted > 0
+
+
+@pytest.mark.parametrize("kind", ["early exit", "medusa", "eagle", "eagle3"])
+def test_seeded_text_is_that_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, drafting = engine_of(target), engine_of(target, **drafts_with(kind, target, tmp_path / "head"))
+    prompts = random_prompts(37)
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0.7, "seed": 11},
+        {"temperature": 1.0, "seed": 12, "top_p": 0.8, "frequency_penalty": 0.3, "min_tokens": 5},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": {7: 2.0}, "logprobs": 2},
+        {"temperature": 1.0, "seed": 13, "stop_token_ids": frozenset(range(1, 60))},
+    ]
+    asked = [(next(prompts), each) for each in fields]
+    expected = write(plain, [sequence(prompt, **each) for prompt, each in asked])
+    for wanted in SHAPES:
+        texts = write(drafting, [sequence(prompt, self_draft=wanted, **each) for prompt, each in asked])
+        assert texts == expected
+
+
+@pytest.mark.parametrize("kind", ["early exit", "eagle3"])
+def test_forks_and_found_prefixes_change_no_token(kind: str, tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, drafting = engine_of(target), engine_of(target, **drafts_with(kind, target, tmp_path / "head"))
+    prompt = next(random_prompts(50))
+
+    def three(engine: Engine, wanted: SelfDraft | None) -> list[list[int]]:
+        first, *forks = (
+            sequence(prompt, temperature=0.8, seed=3, sequence_index=i, self_draft=wanted) for i in range(3)
+        )
+        first.forks = list(forks)
+        write(engine, [first])
+        return [each.token_ids for each in (first, *forks)]
+
+    expected = three(plain, None)
+    for wanted in (*SHAPES, *SHAPES):
+        assert three(drafting, wanted) == expected
+
+
+def test_who_may_not_is_left_alone(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, early_exit=1)
+    prompts = random_prompts(20)
+    without = sequence(next(prompts))
+    unseeded = sequence(next(prompts), temperature=1.0, self_draft=SelfDraft(3))
+    with_drafts = sequence(next(prompts), self_draft=SelfDraft(3))
+    drafted = set()
+    for each in (without, unseeded, with_drafts):
+        engine.scheduler.add(each)
+    while (outcome := engine.step()) is not None:
+        drafted |= {gain.sequence for gain in outcome.gains if gain.self_drafted}
+        assert all(gain.num_draft_tokens == len(gain.self_drafted) for gain in outcome.gains)
+    assert drafted == {with_drafts}
+
+
+def test_no_more_is_drafted_than_may_be_committed_or_verified(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, early_exit=1, max_batch_tokens=17)
+    prompts = random_prompts(9)
+    sequences = [sequence(next(prompts), max_tokens=5, self_draft=SelfDraft(8, 60)) for _ in range(6)]
+    for each in sequences:
+        engine.scheduler.add(each)
+    while (outcome := engine.step()) is not None:
+        assert outcome.num_tokens <= 17
+        for gain in outcome.gains:
+            assert not gain.self_drafted or max(gain.self_drafted.depths) < 5
+    assert all(len(each.token_ids) == 9 + 5 for each in sequences)
+
+
+class Failing:
+    """Drafts twice, then fails."""
+
+    source, most_steps, uses_kv = "failing", 4, True
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at = fails_at
+        self._num_left = 2
+
+    def observe(self, *_: object) -> None:
+        self._fail("observe")
+
+    def ready(self, _: EngineSequence) -> bool:
+        return True
+
+    def begin(self, sequences: Sequence[EngineSequence]) -> Tensor:
+        self._fail("begin")
+        return torch.randn(len(sequences), 257)
+
+    def extend(self, growing: Sequence[Growing]) -> Tensor:
+        self._fail("extend")
+        return torch.full((sum(each.num_new for each in growing), 257), torch.nan if self._num_left == 1 else 0.0)
+
+    def _fail(self, at: str) -> None:
+        if at == self._fails_at:
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise RuntimeError("out of ideas")
+
+
+@pytest.mark.parametrize("fails_at", ["observe", "begin", "extend"])
+def test_a_drafter_that_fails_is_left_out(fails_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, engine = engine_of(target), engine_of(target)
+    engine.draft_by(SelfDrafting.of(engine, Failing(fails_at)))
+    prompts = random_prompts(20)
+    asked = [next(prompts) for _ in range(3)]
+    with caplog.at_level(logging.ERROR):
+        texts = write(engine, [sequence(each, self_draft=SelfDraft(3, 8)) for each in asked])
+    assert texts == write(plain, [sequence(each) for each in asked])
+    assert [record for record in caplog.records if "failing is left out from now on" in record.getMessage()]
+    again = write(engine, [sequence(each, self_draft=SelfDraft(3, 8)) for each in asked])
+    assert again == texts
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"early_exit": 2}, "early_exit is 2: it must be below the 2 layers"),
+        ({"early_exit": 1, "head": "anywhere"}, "both set"),
+        ({"head": "./nowhere"}, "no model folder ./nowhere"),
+    ],
+)
+def test_what_cannot_draft_ends_the_start_in_one_line(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=match):
+        engine_of(tiny_llama(tmp_path), **fields)
