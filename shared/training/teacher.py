@@ -56,7 +56,8 @@ class Teacher:
     @property
     def norm_weight(self) -> Tensor:
         """`[hidden]`: of the norm before its head."""
-        weight: Tensor = self._decoder.norm.weight
+        norm: Any = self._decoder.norm
+        weight: Tensor = norm.weight
         return weight
 
     @property
