@@ -15,6 +15,7 @@ import typer
 from services.cli.certs import certs
 from services.cli.demo import demo
 from services.cli.deployment_secrets import deployment_secrets
+from services.cli.distill import distill
 from services.cli.generate import generate
 from services.cli.health import health
 from services.cli.key import key
@@ -84,6 +85,7 @@ app.command()(load)
 app.command()(demo)
 app.command()(simulate)
 app.command()(train_head)
+app.command()(distill)
 
 _SOURCES = (
     "Every option may also be set in the environment, as OUTRIDER_{name}_<OPTION>, or in the \\[{table}] table of the "

@@ -1,22 +1,25 @@
-"""`outrider train-head`: a head for a target, from text or from what the target writes itself."""
+"""`outrider train-head`: a head for a target."""
 
 from __future__ import annotations
 
 import importlib
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
 
-from services.cli.training_view import write_card
+from services.cli.training_options import (
+    MinutesOption,
+    OutArgument,
+    PatternOption,
+    SamplesOption,
+    SeedOption,
+    TargetOption,
+    TextOption,
+)
+from services.cli.training_view import following, write_head_card
 from shared.models import DEMO_TARGET
-
-if TYPE_CHECKING:
-    from shared.training.trainer import Progress
 
 
 class Kind(StrEnum):
@@ -27,24 +30,15 @@ class Kind(StrEnum):
 
 
 def train_head(
-    out: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where it goes; one that was begun there is gone on with.")
-    ],
-    target: Annotated[
-        str, typer.Option(metavar="MODEL", help="Target: a local folder or a hub name.", show_default="the demo target")
-    ] = str(DEMO_TARGET),
+    out: OutArgument,
+    target: TargetOption = str(DEMO_TARGET),
     kind: Annotated[Kind, typer.Option(help="What is trained.")] = Kind.EAGLE3,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", exists=True, help="Text to train on.", show_default="Python's standard library"),
-    ] = None,
-    pattern: Annotated[str, typer.Option(metavar="GLOB", help="Names of the files below it.")] = "*",
-    samples: Annotated[
-        int | None, typer.Option(metavar="N", min=4096, help="Train on so many tokens that the target writes instead.")
-    ] = None,
+    text: TextOption = None,
+    pattern: PatternOption = "*",
+    samples: SamplesOption = None,
     num_steps: Annotated[int, typer.Option(metavar="N", min=1, max=8, help="Tokens that it learns to draft.")] = 4,
-    minutes: Annotated[float, typer.Option(metavar="M", min=0.01, help="How long, if it improves for so long.")] = 8.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed sees the same text.")] = 0,
+    minutes: MinutesOption = 8.0,
+    seed: SeedOption = 0,
 ) -> None:
     """Train a head on what a target computes, for the `--head` of its workers.
 
@@ -55,20 +49,7 @@ def train_head(
     # By name: torch must not be loaded for --help.
     session = importlib.import_module("shared.training.session")
     console = Console()
-    wanted = session.Wanted(target, kind.value, num_steps, minutes, text, pattern, samples, seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with ProgressBar(*columns, console=console) as bar:
-        task = bar.add_task(kind.value, total=1.0)
-
-        shown: list[float] = []
-
-        def on_progress(progress: Progress) -> None:
-            shares = " ".join(f"{share:.0%}" for share in progress.agreements)
-            described = f"{kind.value}: loss {progress.loss:.3f}" + (f", agrees {shares}" if shares else "")
-            bar.update(task, completed=progress.share, description=described)
-            if not console.is_terminal and progress.agreements != shown:  # where no bar moves, lines tell
-                shown[:] = progress.agreements
-                console.print(f"{progress.share:.0%} {described}")
-
-        made = session.train_head(wanted, out, console.print, on_progress)
-    console.print(write_card(out, kind.value, made))
+    wanted, learnt_from = session.WantedHead(kind.value, num_steps), session.Text(text, pattern, samples, seed)
+    with following(console, kind.value) as on_progress:
+        made = session.train_head(target, wanted, learnt_from, minutes, out, console.print, on_progress)
+    console.print(write_head_card(out, kind.value, made))

@@ -1,20 +1,45 @@
-"""What came of a training: a model card, and the same for the terminal."""
+"""A training as it is seen: its progress, and the card that it leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from shared.training.session import Made
+    from shared.training.session import MadeDraft, MadeHead
+    from shared.training.trainer import Progress
 
 _WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def write_card(folder: Path, kind: str, made: Made) -> Table:
+@contextmanager
+def following(console: Console, name: str) -> Iterator[Callable[[Progress], None]]:
+    """What to tell of a training's progress: a bar moves, or where none can, there is a line whenever more is known."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    said: list[float] = []
+    with ProgressBar(*columns, console=console) as bar:
+        task = bar.add_task(name, total=1.0)
+
+        def on_progress(progress: Progress) -> None:
+            shares = " ".join(f"{share:.0%}" for share in progress.agreements)
+            described = f"{name}: loss {progress.loss:.3f}" + (f", agrees {shares}" if shares else "")
+            bar.update(task, completed=progress.share, description=described)
+            if not console.is_terminal and progress.agreements != said:
+                said[:] = progress.agreements
+                console.print(f"{progress.share:.0%} {described}")
+
+        yield on_progress
+
+
+def write_head_card(folder: Path, kind: str, made: MadeHead) -> Table:
     """Writes README.md into the folder; returns the table that is in it."""
     trial = made.trial
     rows = list(zip(made.agreements, trial.by_depth, strict=True))
@@ -37,6 +62,30 @@ def write_card(folder: Path, kind: str, made: Made) -> Table:
     for i, (said, got) in enumerate(rows, 1):
         table.add_row(str(i), f"{got:.2f}", _bar(got), f"{said:.2f}")
     table.caption = f"{trial.tokens_per_step:.2f} tokens a step in service; {folder / 'README.md'}"
+    return table
+
+
+def write_draft_card(folder: Path, made: MadeDraft) -> Table:
+    """As `write_head_card`."""
+    facts = {
+        "parameters": f"{made.num_parameters / 1e6:.1f}M",
+        "greedy agreement": f"{made.agreement:.3f}",
+        "acceptance at temperature 1": f"{made.acceptance:.3f}",
+    }
+    lines = [
+        f"# A draft of {made.target}",
+        "",
+        f"Made by `outrider distill`, for `outrider draft --model` beside {made.target}. Along held-out text:",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in facts.items()),
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines))
+    table = Table(box=None, show_header=False, caption=str(folder / "README.md"))
+    for name, value in facts.items():
+        table.add_row(name, value)
     return table
 
 

@@ -23,6 +23,7 @@ class EagleStudent:
     attends to the target's states up to where it went on alone."""
 
     kind = "eagle3"
+    first_ahead = 1
 
     def __init__(self, teacher: Teacher, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -43,7 +44,7 @@ class EagleStudent:
         self._head = EagleHead(shape).to(weight.device)
         assert self._head.out is not None
         self._head.out.weight.data.copy_(weight)
-        if _begins_as(self._head, teacher.last_layer):
+        if _begins_as(self._head, teacher.layers[-1]):
             assert self._head.output_norm is not None
             self._head.output_norm.weight.data.copy_(teacher.norm_weight)
         rotary: Any = LlamaRotaryEmbedding(self._config)
@@ -57,6 +58,7 @@ class EagleStudent:
     def predictions(self, lesson: Lesson) -> list[Tensor]:
         """At slot s of a step: the token at s + 1 beside what was seen at s, to guess the token at s + 2."""
         head = self._head
+        assert lesson.seen is not None
         embedded = self._teacher.embed(lesson.token_ids[:, 1:])
         num_slots = embedded.shape[1]
         seen = head.see(lesson.seen[:, :num_slots].flatten(0, 1)).view(embedded.shape)

@@ -19,6 +19,7 @@ class MedusaStudent:
     """`num_heads` heads on the target's last state, behind its norm."""
 
     kind = "medusa"
+    first_ahead = 1
 
     def __init__(self, teacher: Teacher, num_heads: int) -> None:
         hidden, weight = teacher.config.hidden_size, teacher.head_weight
@@ -37,6 +38,7 @@ class MedusaStudent:
         return self._heads
 
     def predictions(self, lesson: Lesson) -> list[Tensor]:
+        assert lesson.seen is not None
         seen = lesson.seen[:, :, 0]
         return [head(seen[:, : -(depth + 1)]) for depth, head in enumerate(self._heads)]
 

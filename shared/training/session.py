@@ -1,19 +1,24 @@
-"""A head from beginning to end: text, training, and what it brings in service."""
+"""A head or a draft from beginning to end: text, training, and what came of it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from shared.models.demo.train import shuffled_corpus
 from shared.self_drafting.trial import Trial, try_head
 from shared.training.corpus import Corpus, corpus_of, read_texts, sample_corpus
+from shared.training.draft_student import DraftStudent
 from shared.training.eagle_student import EagleStudent
 from shared.training.medusa_student import MedusaStudent
+from shared.training.pruning import measure_importance, prune
 from shared.training.student import Student
 from shared.training.teacher import Teacher
 from shared.training.trainer import Lessons, Progress, Trainer
@@ -22,26 +27,40 @@ from shared.training.trainer import Lessons, Progress, Trainer
 _NUM_PROMPTS = 12
 _PROMPT_TOKENS = 96
 _TRIAL_TOKENS = 96
+# What of a target matters is looked for in so many batches, and how much of a draft is kept along so many texts.
+_IMPORTANCE_BATCHES = 8
+_ACCEPTANCE_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A head of `kind` for `target`, that drafts `num_steps` tokens, trained for at most so many `minutes`: on files
-    below `text` whose names match `pattern`, or on so many `samples` of the target's own, or else on Python's standard
-    library."""
+class Text:
+    """What is trained on: files below `folder` whose names match `pattern`, or so many `samples` of the target's own;
+    or else Python's standard library."""
 
-    target: str
-    kind: Literal["medusa", "eagle3"]
-    num_steps: int
-    minutes: float
-    text: Path | None = None
+    folder: Path | None = None
     pattern: str = "*"
     samples: int | None = None
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class WantedHead:
+    """A head of `kind` that drafts `num_steps` tokens."""
+
+    kind: Literal["medusa", "eagle3"]
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantedDraft:
+    """A draft of so many of the target's layers, and this share of its width."""
+
+    num_layers: int
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
+class MadeHead:
     """`agreements`: with the target along held-out text, by depth; `trial`: in service, behind so many such texts."""
 
     target: str
@@ -50,17 +69,32 @@ class Made:
     trial: Trial
 
 
+@dataclass(frozen=True, slots=True)
+class MadeDraft:
+    """`agreement`: how often its first choice is the target's, along held-out text; `acceptance`: how often a token
+    that it draws there is kept, the mean of Σ min(p, q)."""
+
+    target: str
+    num_parameters: int
+    agreement: float
+    acceptance: float
+
+
 def train_head(
-    wanted: Wanted, folder: Path, on_stage: Callable[[str], None], on_progress: Callable[[Progress], None]
-) -> Made:
-    """Trains it, or goes on with one that was begun in that folder. Raises StartupError, with one clear line, if the
-    target cannot be loaded or nothing can be learnt from the text."""
-    on_stage("loading the target")
-    teacher = Teacher(wanted.target)
-    lessons = Lessons(wanted.minutes, seed=wanted.seed)
-    on_stage("reading text" if wanted.samples is None else "the target writes")
-    corpus = _corpus(wanted, teacher, lessons.length)
-    on_stage(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
+    target: str,
+    wanted: WantedHead,
+    text: Text,
+    minutes: float,
+    folder: Path,
+    on_stage: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> MadeHead:
+    """Trains a head of `target` for at most so many minutes, or goes on with one that was begun in that folder.
+
+    Raises StartupError, with one clear line, if the target cannot be loaded or nothing can be learnt from the text.
+    """
+    lessons = Lessons(minutes, seed=text.seed)
+    teacher, corpus = _prepare(target, text, lessons.length, on_stage)
     student: Student
     if wanted.kind == "medusa":
         student = MedusaStudent(teacher, wanted.num_steps)
@@ -70,15 +104,56 @@ def train_head(
     on_stage("trying it in service")
     apart = max(_PROMPT_TOKENS, len(corpus.held_out) // _NUM_PROMPTS)
     prompts = [part[:_PROMPT_TOKENS].tolist() for part in torch.split(corpus.held_out, apart)][:_NUM_PROMPTS]
-    trial = try_head(wanted.target, str(folder), prompts, wanted.num_steps, _TRIAL_TOKENS)
-    return Made(teacher.name, agreements, len(prompts), trial)
+    trial = try_head(target, str(folder), prompts, wanted.num_steps, _TRIAL_TOKENS)
+    return MadeHead(teacher.name, agreements, len(prompts), trial)
 
 
-def _corpus(wanted: Wanted, teacher: Teacher, length: int) -> Corpus:
-    if wanted.samples is not None:
-        return sample_corpus(teacher.model, teacher.tokenizer, wanted.samples, length, wanted.seed)
-    if wanted.text is None:
-        texts = shuffled_corpus(wanted.seed)
+def distill(
+    target: str,
+    wanted: WantedDraft,
+    text: Text,
+    minutes: float,
+    folder: Path,
+    on_stage: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> MadeDraft:
+    """Cuts a draft out of `target` and teaches it for at most so many minutes, or goes on as `train_head` does.
+
+    Raises StartupError likewise, and for a target that nothing can be cut out of.
+    """
+    lessons = Lessons(minutes, seed=text.seed)
+    teacher, corpus = _prepare(target, text, lessons.length, on_stage)
+    on_stage("measuring what of the target matters")
+    batches = corpus.batches(lessons.num_rows, lessons.length, lessons.seed)
+    importance = measure_importance(teacher, itertools.islice(batches, _IMPORTANCE_BATCHES))
+    draft = prune(teacher, importance, wanted.num_layers, wanted.width)
+    student = DraftStudent(teacher, draft)
+    [agreement] = Trainer(teacher, student, corpus, folder, lessons).run(on_progress)
+    num_rows = min(len(corpus.held_out) // lessons.length, _ACCEPTANCE_ROWS)
+    rows = corpus.held_out[: num_rows * lessons.length].view(num_rows, lessons.length)
+    return MadeDraft(teacher.name, draft.num_parameters(), agreement, acceptance(student, teacher, rows))
+
+
+def _prepare(target: str, text: Text, length: int, on_stage: Callable[[str], None]) -> tuple[Teacher, Corpus]:
+    on_stage("loading the target")
+    teacher = Teacher(target)
+    on_stage("reading text" if text.samples is None else "the target writes")
+    if text.samples is not None:
+        corpus = sample_corpus(teacher.model, teacher.tokenizer, text.samples, length, text.seed)
+    elif text.folder is None:
+        corpus = corpus_of(shuffled_corpus(text.seed), teacher.tokenizer, length)
     else:
-        texts = read_texts(wanted.text, wanted.pattern, wanted.seed)
-    return corpus_of(texts, teacher.tokenizer, length)
+        corpus = corpus_of(read_texts(text.folder, text.pattern, text.seed), teacher.tokenizer, length)
+    on_stage(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
+    return teacher, corpus
+
+
+@torch.no_grad()
+def acceptance(student: DraftStudent, teacher: Teacher, rows: Tensor) -> float:
+    """Mean of Σ min(p, q) over the texts `[B, T]`, at temperature 1 (Leviathan et al. 2023)."""
+    shares = []
+    for batch in torch.split(rows, 4):
+        lesson = teacher.teach(batch)
+        [logits] = student.predictions(lesson)
+        shares.append(torch.minimum(lesson.logits.softmax(-1), logits.softmax(-1)).sum(-1).mean().item())
+    return fmean(shares)

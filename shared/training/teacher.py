@@ -17,11 +17,11 @@ from shared.settings import StartupError
 
 
 class Lesson(NamedTuple):
-    """Of a batch: `token_ids` `[B, T]`, what was captured of each `[B, T, layers, hidden]`, and the target's logits
-    `[B, T, V]` of what follows."""
+    """Of a batch: `token_ids` `[B, T]`, what was captured of each `[B, T, layers, hidden]`, if anything was to be, and
+    the target's logits `[B, T, V]` of what follows."""
 
     token_ids: Tensor
-    seen: Tensor
+    seen: Tensor | None
     logits: Tensor
 
 
@@ -46,12 +46,12 @@ class Teacher:
         self._captures: Captures | None = None
 
     @property
-    def num_layers(self) -> int:
-        return len(self._decoder.layers)
+    def layers(self) -> Any:
+        return self._decoder.layers
 
     @property
-    def last_layer(self) -> Any:
-        return self._decoder.layers[-1]
+    def num_layers(self) -> int:
+        return len(self._decoder.layers)
 
     @property
     def norm_weight(self) -> Tensor:
@@ -76,7 +76,7 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, token_ids: Tensor) -> Lesson:
-        assert self._captures is not None
         token_ids = token_ids.to(self.model.device)
         logits = self.model(input_ids=token_ids, use_cache=False).logits
-        return Lesson(token_ids, self._captures.take_batch().float(), logits.float())
+        seen = None if self._captures is None else self._captures.take_batch().float()
+        return Lesson(token_ids, seen, logits.float())
