@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -52,7 +52,7 @@ class EagleStudent:
         teacher.capture(self._layers)
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> EagleHead:
         return self._head
 
     def predictions(self, lesson: Lesson) -> list[Tensor]:
@@ -89,7 +89,7 @@ class EagleStudent:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in _published(self._head).items()}
+        weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published(self._head).items()}
         vocab_size = self._head.shape.draft_vocab_size
         weights["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
         weights["t2d"] = torch.ones(vocab_size, dtype=torch.bool)
@@ -183,7 +183,7 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return attended
 
 
-def _published(head: EagleHead) -> dict[str, Tensor]:
+def published(head: EagleHead) -> dict[str, Tensor]:
     """The head's weights by the names that the speculators have."""
     shape = head.shape
     dim, kv_heads = shape.head_dim, shape.num_kv_heads

@@ -1,0 +1,204 @@
+"""`make bench-sources`: who drafts best for which text, and whether the policy knows.
+
+One stream of the demo target, by prose (docstrings), code and text that repeats itself (code that is begun once more),
+at temperature 0 and 1. Every way of drafting in turns, each with prompts of its own (what one generated another could
+copy), in a stack that has everything at once: a draft worker with its model and copies, and a target with a head.
+Further heads have a stack each.
+
+python -m tests.benchmarks.sources --turns 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.v1 import inference_pb2, inference_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from services.cli.stack import Stack, StackSettings
+from shared.models import DEMO_HEADS, DEMO_TARGET
+from shared.settings import StartupError
+from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.machine import this_machine
+from tests.support.service import generate, inference
+
+_NUM_TOKENS = 128
+_PROMPT_TOKENS = 160
+_REPEATED_TOKENS = 48
+_MODEL, _SUFFIX = inference_pb2.DRAFT_SOURCE_MODEL, inference_pb2.DRAFT_SOURCE_SUFFIX
+_TARGET = inference_pb2.DRAFT_SOURCE_TARGET
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of drafting: who may, and so many tokens a round, or what pays."""
+
+    name: str
+    sources: tuple[inference_pb2.DraftSource, ...] = ()
+    gamma: int | None = None
+    num_nodes: int | None = None
+
+
+WAYS = [
+    Way("off", gamma=0),
+    Way("model, 4", (_MODEL,), 4),
+    Way("model, tree of 10", (_MODEL,), 4, 10),
+    Way("suffix, 8", (_SUFFIX,), 8),
+    Way("model and suffix, 4", (_MODEL, _SUFFIX), 4),
+    Way("head, 3", (_TARGET,), 3),
+    Way("head, tree of 10", (_TARGET,), 3, 10),
+    Way("model and suffix, what pays", (_MODEL, _SUFFIX)),
+    Way("head, what pays", (_TARGET,)),
+    Way("all, what pays"),
+]
+
+
+@dataclass(slots=True)
+class Cell:
+    """What a way brought on one kind of text at one temperature, summed over its turns."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, usage: inference_pb2.Usage, seconds: float) -> None:
+        self.seconds += seconds
+        self.num_tokens += usage.output_tokens - 1
+        self.rounds += usage.rounds
+        self.accepted += usage.accepted_tokens
+        for counts, name in ((self.drafted_at, "drafted"), (self.accepted_at, "accepted")):
+            values = [getattr(position, name) for position in usage.acceptance_by_position]
+            counts += [0] * (len(values) - len(counts))
+            for i, value in enumerate(values):
+                counts[i] += value
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second behind the first one."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    def by_position(self, count: int) -> list[float]:
+        """Share accepted of the rounds that got so far."""
+        shares, before = [], self.rounds
+        for drafted, accepted in zip(self.drafted_at[:count], self.accepted_at, strict=False):
+            shares.append(accepted / max(1, min(drafted, before)))
+            before = accepted
+        return shares
+
+
+Texts = Callable[[], list[int]]
+"""Draws the next prompt."""
+
+
+def texts_of(kind: str, seed: int) -> Texts:
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_TARGET, model_max_length=sys.maxsize)
+    sources = [path.read_text() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
+    generator = random.Random(seed)
+    if kind == "prose":
+        sources = ["\n\n".join(_docstrings(source)) for source in sources]
+    num_characters = 8 * _PROMPT_TOKENS
+    sources = [source for source in sources if len(source) > 2 * num_characters]
+
+    def draw() -> list[int]:
+        source = generator.choice(sources)
+        start = generator.randrange(len(source) - num_characters)
+        tokens: list[int] = tokenizer(source[start : start + num_characters]).input_ids
+        if kind != "repetitive":
+            return tokens[:_PROMPT_TOKENS]
+        own = tokens[: _PROMPT_TOKENS - _REPEATED_TOKENS]
+        return [*own, *tokenizer("\n\n# once more:\n").input_ids, *own[:_REPEATED_TOKENS]]
+
+    return draw
+
+
+def _docstrings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield text
+
+
+async def measure(head: Path, ways: Sequence[Way], turns: int, on_turn: Callable[[str], None]) -> dict[str, Cell]:
+    """Cells by "text at temperature: way"; of the first turn nothing counts."""
+    cells: dict[str, Cell] = {}
+    async with Stack(StackSettings(port=0, head=str(head))) as stack, inference(stack) as stub:
+        for kind in ("prose", "code", "repetitive"):
+            for temperature in (0.0, 1.0):
+                draw = texts_of(kind, seed=1)
+                for turn in range(turns + 1):
+                    on_turn(f"{kind} at {temperature:g}: turn {turn} of {turns}")
+                    order = ways if turn % 2 else list(reversed(ways))
+                    for way in order:
+                        usage, seconds = await _run(stub, draw(), temperature, way)
+                        if turn:
+                            cells.setdefault(f"{kind} at {temperature:g}: {way.name}", Cell()).add(usage, seconds)
+        restarted = [name for name, process in stack.processes.items() if process.restarts]
+        if restarted:
+            raise BenchmarkError(f"died meanwhile: {', '.join(restarted)}")
+    return cells
+
+
+async def _run(
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int], temperature: float, way: Way
+) -> tuple[inference_pb2.Usage, float]:
+    began = time.perf_counter()
+    answer = await generate(
+        stub, prompt, gamma=way.gamma, num_nodes=way.num_nodes, sources=way.sources, max_tokens=_NUM_TOKENS,
+        temperature=temperature, ignore_eos=True,
+    )  # fmt: skip
+    return answer.usage, time.perf_counter() - began - answer.usage.time_to_first_token_seconds
+
+
+def render(cells: dict[str, Cell]) -> Table:
+    table = Table("text", "way", "tokens/s", "× off", "tokens a round", "accepted by position", box=None)
+    for name, cell in cells.items():
+        where, _, way = name.rpartition(": ")
+        shares = " ".join(f"{share:.2f}" for share in cell.by_position(4))
+        times = cell.rate / cells[f"{where}: off"].rate
+        table.add_row(where, way, f"{cell.rate:.0f}", f"{times:.2f}", f"{cell.tokens_per_round:.2f}", shares)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=12, help="Prompts of each kind; default 12.")
+    parser.add_argument("--heads", type=Path, nargs="*", default=[], help="Further heads, by folder.")
+    parser.add_argument("--json", type=Path, default=Path("build/bench-sources.json"), help="Where every number goes.")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    found: dict[str, dict[str, Cell]] = {}
+    try:
+        for head in [DEMO_HEADS / "eagle3", DEMO_HEADS / "medusa", *options.heads]:
+            ways = WAYS if not found else [way for way in WAYS if way.gamma == 0 or way.sources == (_TARGET,)]
+            cells = asyncio.run(measure(head, ways, options.turns, console.print))
+            found[head.name] = cells
+            Console().print(f"head: {head.name}", render(cells), "")
+    except (BenchmarkError, StartupError) as error:
+        sys.exit(f"bench-sources: {error}")
+    Console().print(str(this_machine()))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {head: {name: asdict(cell) for name, cell in cells.items()} for head, cells in found.items()}
+    options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

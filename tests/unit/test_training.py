@@ -1,0 +1,247 @@
+"""Trainings: what is learnt is what will be served, goes on where it was, and ends when nothing improves."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.engine.model import CausalLM
+from shared.self_drafting.loader import load_head
+from shared.settings import StartupError
+from shared.training.corpus import Corpus, corpus_of, read_texts, sample_corpus
+from shared.training.draft_student import DraftStudent
+from shared.training.eagle_student import EagleStudent, published
+from shared.training.medusa_student import MedusaStudent
+from shared.training.pruning import measure_importance, prune
+from shared.training.session import Text, WantedDraft, WantedHead, acceptance, distill, train_head
+from shared.training.student import Student, agreement
+from shared.training.teacher import Teacher
+from shared.training.trainer import Lessons, Progress, Trainer, expected
+from tests.support.dense_heads import eagle3_logits, load_reference
+from tests.support.models import tiny_llama
+
+LENGTH = 32
+LESSONS = Lessons(minutes=10.0, num_rows=4, length=LENGTH, check_seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("target"), num_layers=6)
+
+
+@pytest.fixture(scope="module")
+def teacher(target: Path) -> Teacher:
+    return Teacher(str(target))
+
+
+@pytest.fixture(scope="module")
+def corpus(teacher: Teacher) -> Corpus:
+    """What the target writes: it agrees with itself, and is learnt fast."""
+    return sample_corpus(teacher.model, teacher.tokenizer, 6000, LENGTH, seed=0)
+
+
+def test_unrolled_in_training_an_eagle_guesses_as_in_service(target: Path) -> None:
+    torch.manual_seed(0)
+    teacher = Teacher(str(target))
+    student = EagleStudent(teacher, 3)
+    for parameter in student.module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) * parameter.std().nan_to_num(1.0)
+    weights = {name: each.detach() for name, each in published(student.module).items()}
+    weights["d2t"] = torch.zeros(teacher.config.vocab_size, dtype=torch.int64)
+    tokens = torch.randint(1, 257, (2, 24))
+    with torch.no_grad():
+        predictions = student.predictions(teacher.teach(tokens))
+    model = load_reference(target)
+    for depth, position, row in itertools.product(range(3), (0, 5, 20 - 3), range(2)):
+        committed = tokens[row, : position + 2].tolist()
+        drafted = tokens[row, position + 2 : position + 2 + depth].tolist()
+        dense = eagle3_logits(weights, model, committed, drafted, states=[2, 3, 3], layer="layers.0.")
+        torch.testing.assert_close(predictions[depth][row, position], dense, rtol=1e-4, atol=1e-4)
+
+
+def test_a_medusa_begins_as_the_targets_own_head(target: Path) -> None:
+    teacher = Teacher(str(target))
+    student = MedusaStudent(teacher, 2)
+    lesson = teacher.teach(torch.randint(1, 257, (1, 10)))
+    for depth, logits in enumerate(student.predictions(lesson)):
+        torch.testing.assert_close(logits, lesson.logits[:, : -(depth + 1)], rtol=1e-4, atol=1e-4)
+
+
+def stop_after(num_steps: int) -> Any:
+    def on_progress(progress: Progress) -> None:
+        if progress.step >= num_steps:
+            raise KeyboardInterrupt
+
+    return on_progress
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "draft"])
+def test_it_learns_goes_on_and_can_be_loaded(kind: str, target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    def begin() -> tuple[Teacher, Student]:
+        torch.manual_seed(1)
+        teacher = Teacher(str(target))
+        if kind == "medusa":
+            return teacher, MedusaStudent(teacher, 2)
+        if kind == "eagle3":
+            return teacher, EagleStudent(teacher, 2)
+        importance = measure_importance(teacher, itertools.islice(corpus.batches(4, LENGTH, 0), 2))
+        return teacher, DraftStudent(teacher, prune(teacher, importance, 2, 0.5))
+
+    teacher, student = begin()
+    rows = corpus.held_out[: 4 * LENGTH].view(4, LENGTH)
+    before = expected(agreement(student, teacher.teach(rows)))
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(teacher, student, corpus, tmp_path, LESSONS).run(stop_after(30))
+    teacher, student = begin()
+    seen: list[Progress] = []
+    again = Trainer(teacher, student, corpus, tmp_path, LESSONS)
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        stop_after(60)(progress)
+
+    with pytest.raises(KeyboardInterrupt):
+        again.run(on_progress)
+    assert seen[0].step in (29, 30, 31)
+    other = MedusaStudent(Teacher(str(target)), 3)  # of another kind, or with more heads
+    with pytest.raises(StartupError, match=r"training.pt cannot be gone on from"):
+        Trainer(teacher, other, corpus, tmp_path, LESSONS)
+    quick = Lessons(minutes=1e-6, num_rows=4, length=LENGTH)
+    teacher, student = begin()
+    agreements = Trainer(teacher, student, corpus, tmp_path, quick).run(lambda _: None)
+    assert expected(agreements) > before + 0.05
+    assert not (tmp_path / "training.pt").exists()
+    if kind == "draft":
+        draft: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert draft.config.vocab_size == teacher.config.vocab_size
+        assert len(AutoTokenizer.from_pretrained(tmp_path)) == 257
+    else:
+        assert callable(load_head(str(tmp_path), CausalLM.load(str(target), device="cpu")))
+
+
+def test_what_improves_no_more_ends_early(teacher: Teacher, corpus: Corpus, tmp_path: Path) -> None:
+    class Stubborn:
+        """Says the same whatever it is taught."""
+
+        kind, first_ahead = "stubborn", 0
+
+        def __init__(self) -> None:
+            self.module = torch.nn.Linear(1, 1)
+            self.num_written = 0
+
+        def predictions(self, lesson: Any) -> list[Tensor]:
+            return [torch.zeros_like(lesson.logits) + 0 * self.module.weight.sum()]
+
+        def write(self, folder: Path) -> None:
+            self.num_written += 1
+
+    student = Stubborn()
+    steps: list[int] = []
+    Trainer(teacher, student, corpus, tmp_path, LESSONS).run(lambda progress: steps.append(progress.step))
+    assert max(steps) < 12
+    assert student.num_written == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_does_nothing_is_what_is_cut_out(tied: bool, target: Path, tmp_path: Path) -> None:
+    """A target half of whose channels, neurons and KV groups are nothing: without them it is the same."""
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    hidden, dim = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
+    channels = torch.arange(hidden) % 2 == 0
+    with torch.no_grad():
+        if tied:
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+            weight[:, ~channels] = 0
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight[~channels] = 0
+            layer.self_attn.o_proj.weight[~channels] = 0
+            layer.mlp.up_proj.weight[1::2] = 0
+            groups = model.config.num_attention_heads // model.config.num_key_value_heads * dim
+            layer.self_attn.v_proj.weight[dim:] = 0  # all groups but the first
+            layer.self_attn.o_proj.weight[:, groups:] = 0
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(target).save_pretrained(tmp_path)
+    teacher = Teacher(str(tmp_path))
+    tokens = torch.randint(1, 257, (3, 20), generator=torch.Generator().manual_seed(2))
+    importance = measure_importance(teacher, [tokens])
+    width = 1 / model.config.num_key_value_heads
+    whole = prune(teacher, importance, len(teacher.layers), 1.0)
+    torch.testing.assert_close(whole(tokens).logits, teacher.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert width == 0.5
+    half = prune(teacher, importance, len(teacher.layers), width)
+    assert half.num_parameters() < 0.55 * whole.num_parameters()
+    # Norms are means over channels: with half of them, sums of squares are of as many as count.
+    with torch.no_grad():
+        for norm in [half.model.norm, *(each.input_layernorm for each in half.model.layers)]:
+            norm.weight *= 2**0.5
+        for layer in half.model.layers:
+            layer.post_attention_layernorm.weight *= 2**0.5
+    torch.testing.assert_close(half(tokens).logits, teacher.model(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_turn_nothing_go_first(target: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        for index in (1, 4):
+            model.model.layers[index].mlp.down_proj.weight.zero_()
+            model.model.layers[index].self_attn.o_proj.weight.zero_()
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(target).save_pretrained(tmp_path)
+    teacher = Teacher(str(tmp_path))
+    tokens = torch.randint(1, 257, (3, 20), generator=torch.Generator().manual_seed(2))
+    four = prune(teacher, measure_importance(teacher, [tokens]), 4, 1.0)
+    torch.testing.assert_close(four(tokens).logits, teacher.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    for wrong in (0, 7):
+        with pytest.raises(StartupError, match=f"layers is {wrong}"):
+            prune(teacher, measure_importance(teacher, [tokens]), wrong, 1.0)
+
+
+def test_acceptance_is_what_two_distributions_share(teacher: Teacher) -> None:
+    rows = torch.randint(1, 257, (2, 12))
+    assert acceptance(DraftStudent(teacher, teacher.model), teacher, rows) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_text_is_split_and_drawn_the_same_for_a_seed(teacher: Teacher, tmp_path: Path) -> None:
+    for index in range(12):
+        (tmp_path / f"{index}.txt").write_text(f"text {index} " * 40)
+    (tmp_path / "other.md").write_text("no")
+    texts = read_texts(tmp_path, "*.txt", seed=1)
+    assert len(texts) == 12
+    assert texts == read_texts(tmp_path, "*.txt", seed=1) != read_texts(tmp_path, "*.txt", seed=2)
+    corpus = corpus_of(texts, teacher.tokenizer, LENGTH)
+    whole = [token for text in texts for token in [*teacher.tokenizer(text)["input_ids"], 0]]
+    assert [*corpus.held_out.tolist(), *corpus.train.tolist()] == whole
+    batches = list(itertools.islice(corpus.batches(2, LENGTH, 5), 4))
+    later = list(itertools.islice(corpus.batches(2, LENGTH, 5, first=2), 2))
+    assert all(torch.equal(one, other) for one, other in zip(batches[2:], later, strict=True))
+    with pytest.raises(StartupError, match="the text to train on has"):
+        corpus_of(["too short"], teacher.tokenizer, LENGTH)
+
+
+def test_from_text_to_card(target: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for index in range(30):
+        (text / f"{index}.txt").write_text(f"def f{index}(x):\n    return x + {index}\n" * 8)
+    stages: list[str] = []
+    made = train_head(
+        str(target), WantedHead("eagle3", 2), Text(text), 0.02, tmp_path / "head", stages.append, lambda _: None
+    )
+    assert len(made.agreements) == len(made.trial.by_depth) == 2
+    assert made.trial.tokens_per_step >= 1.0
+    draft = distill(
+        str(target), WantedDraft(1, 0.5), Text(text), 0.02, tmp_path / "draft", stages.append, lambda _: None
+    )
+    assert 0 <= draft.agreement <= 1
+    assert 0 < draft.acceptance < 1
+    assert len([stage for stage in stages if "tokens to train on" in stage]) == 2
+    with pytest.raises(StartupError, match="there is no model folder"):
+        train_head("./nowhere", WantedHead("medusa", 2), Text(), 1, tmp_path, stages.append, lambda _: None)
