@@ -142,6 +142,8 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
+        if self._proposer is not None:
+            self._proposer.planned(plan)
         num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
         prefills, num_attended = plan.prefills, plan.num_attended
         gains, failed = self._run(plan)

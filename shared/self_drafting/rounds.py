@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -81,6 +81,7 @@ class SelfDrafting:
         return draft.proposal if draft is not None else EMPTY_PROPOSAL
 
     def propose(self, scheduler: Scheduler) -> None:
+        self._give_up(self._drafts)  # of a step that never took place
         self._drafts, self._load, self._drafted, self._spent = {}, 0, False, 0.0
         decoding = scheduler.decoding()
         if self._failed or not decoding:
@@ -91,10 +92,12 @@ class SelfDrafting:
             self._draft(scheduler, [each for each in decoding if self._may_draft(each)])
         except Exception as error:
             self._fail("drafting", error)
-            for sequence in self._drafts:
-                sequence.proposal = EMPTY_PROPOSAL
-            self._drafts = {}
+            self._give_up(self._drafts)
         self._spent = self._clock() - began
+
+    def planned(self, plan: StepPlan) -> None:
+        scheduled = {item.sequence for item in plan.scheduled}
+        self._give_up([each for each in self._drafts if each not in scheduled])
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         if self._failed:
@@ -109,6 +112,11 @@ class SelfDrafting:
             self._calibrate(draft, sequence.token_ids[draft.position :])
         if self._load and not has_prompts and not self._failed:
             self._policy.observe(self._load, self._drafted, num_tokens, seconds + self._spent)
+
+    def _give_up(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in list(sequences):
+            if sequence.proposal is self._drafts.pop(sequence).proposal:
+                sequence.proposal = EMPTY_PROPOSAL
 
     def _may_draft(self, sequence: Sequence) -> bool:
         wanted = sequence.params.self_draft

@@ -14,6 +14,8 @@ from shared.worker.sampling_limits import check_sampling
 _MAX_OUTPUT_TOKENS = 1 << 24
 # The request's own, and the model's.
 _MAX_STOP_TOKEN_IDS = 1024
+# Tokens that a target drafts itself for a step.
+_MAX_SELF_DRAFT = 256
 
 
 def check_beginning(
@@ -29,4 +31,6 @@ def check_beginning(
         f"{name}.params.max_tokens", params.max_tokens, len(token_ids) - num_prompt_tokens + 1, _MAX_OUTPUT_TOKENS
     )
     check_count(f"{name}.params.stop_token_ids", params.stop_token_ids, _MAX_STOP_TOKEN_IDS, "ids")
+    for field in ("num_draft_tokens", "num_nodes"):
+        check_range(f"{name}.params.self_draft.{field}", getattr(params.self_draft, field), 0, _MAX_SELF_DRAFT)
     check_sampling(params_from_proto(params), vocab_size, f"{name}.params")

@@ -64,8 +64,9 @@ def write(engine: Engine, sequences: Sequence[EngineSequence]) -> list[list[int]
     """Their output, all begun together."""
     for sequence in sequences:
         engine.scheduler.add(sequence)
-    while engine.step() is not None:
-        pass
+    while (outcome := engine.step()) is not None:
+        # Whatever is verified is known to be its own.
+        assert all(gain.num_draft_tokens == len(gain.self_drafted) for gain in outcome.gains)
     engine.scheduler.check()
     assert engine.scheduler.is_empty
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]

@@ -172,6 +172,25 @@ def test_a_draft_token_must_be_as_likely_as_its_row_is_dear(row_seconds: float, 
         assert controller(target, flat(0.001), Clock()).least_likelihood(load, gamma) == pytest.approx(least)
 
 
+def test_rounds_compete_with_what_the_target_drafts_itself() -> None:
+    """Plain steps that bring S tokens: rounds of 2.5 times their length pay while they bring more than 2.5 S."""
+    clock, target, draft = Clock(), flat(0.01), flat(0.005)
+
+    def gamma_beside(num_tokens: int) -> int:
+        found = controller(target, draft, clock, 3)
+        for _ in range(300):
+            found.observe_plain(1, 0.01, clock.now, num_tokens)
+        return found.choose(drafting(0.95), situation())
+
+    assert gamma_beside(1) == 3
+    assert gamma_beside(2) == 0
+    found = controller(StepCosts([(1, 0.01), (11, 0.02)]), draft, clock, 3)
+    assert found.least_likelihood(1, 2) == pytest.approx(0.1)  # a millisecond a row
+    for _ in range(300):
+        found.observe_plain(1, 0.01, clock.now, 3)
+    assert found.least_likelihood(1, 2) == pytest.approx(0.3, rel=0.02)
+
+
 def test_all_sequences_of_a_worker_draft_alike_until_the_next_choice() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.002), clock)

@@ -91,6 +91,8 @@ SPOILT_BEGINNINGS = {
     "params.logit_bias": dict.fromkeys(range(1025), 1.0),
     "params.logprobs": 21,
     "params.stop_token_ids": list(range(1025)),
+    "params.self_draft.num_draft_tokens": 257,
+    "params.self_draft.num_nodes": (1 << 32) - 1,
 }
 
 
