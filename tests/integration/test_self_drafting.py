@@ -15,7 +15,7 @@ import torch
 from outrider.v1 import inference_pb2
 
 from services.cli.stack import Stack
-from shared.models import DEMO_DRAFT, DEMO_TARGET
+from shared.models import DEMO_DRAFT, DEMO_HEADS, DEMO_TARGET
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.greedy import Reference, python_prompts, references
 from tests.support.heads import (
@@ -190,3 +190,25 @@ async def test_sources_that_are_none_are_named(stack: Stack) -> None:
         # Nobody is left to draft.
         alone = await generate(stub, "def", sources=[model], max_tokens=8)
     assert alone.usage.rounds == 0
+
+
+@pytest.mark.parametrize(("kind", "least"), [("eagle3", 0.9), ("medusa", 0.4)])
+async def test_the_demo_heads_draft_well(kind: str, least: float, demo_references: list[Reference]) -> None:
+    """So many accepted tokens a round at least, in chains of three, and none other than the target's own."""
+    told = {"target-0": {"OUTRIDER_TARGET_HEAD": str(DEMO_HEADS / kind)}}
+    async with running_stack(told, draft=None, dtype="bfloat16") as stack, inference(stack) as stub:
+        answers = []
+        for gamma in (0, 3):
+            answers.append(
+                await asyncio.gather(
+                    *(
+                        generate(stub, each.prompt, gamma=gamma, max_tokens=96, temperature=0, ignore_eos=True)
+                        for each in demo_references
+                    )
+                )
+            )
+        await wait_until_idle(stack)
+    plain, drafted = answers
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    accepted = sum(each.usage.accepted_tokens for each in drafted)
+    assert accepted > least * sum(each.usage.rounds for each in drafted)
