@@ -11,12 +11,12 @@ from collections import defaultdict
 from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2, worker_pb2
 
 from services.draft.checks import check_request
-from services.draft.copied import Copied
 from services.draft.drafter import Drafter
 from services.draft.no_model import engine_without_model
 from services.draft.proposer import draw
 from services.draft.settings import NO_MODEL, DraftSettings
-from services.draft.suffix_source import Manuscript, SuffixSource
+from shared.copying.copied import Copied
+from shared.copying.suffix_source import Manuscript, SuffixSource
 from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint

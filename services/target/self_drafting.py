@@ -9,6 +9,7 @@ from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
+from shared.self_drafting.copies import Copies
 from shared.self_drafting.drafter import SelfDrafter
 from shared.self_drafting.early_exit import EarlyExit
 from shared.self_drafting.loader import load_head
@@ -31,12 +32,15 @@ def self_drafting(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
     Raises StartupError if that cannot be, and so may what it returns.
     """
     make_drafter = _make_drafter(settings, model)
-    if make_drafter is None:
+    if make_drafter is None and settings.copied_tokens == 0:
         return None
 
     def begin(engine: Engine) -> None:
-        drafter = make_drafter(engine.model, engine.pool)
-        engine.draft_by(SelfDrafting.of(engine, drafter))
+        copies = Copies(settings.copied_tokens) if settings.copied_tokens else None
+        drafter = None if make_drafter is None else make_drafter(engine.model, engine.pool)
+        engine.draft_by(SelfDrafting.of(engine, drafter, copies))
+        if drafter is None:
+            return
         depth = min(drafter.most_steps, _TRIAL_STEPS)
         trial = try_drafter(engine, [[0]], depth, _TRIAL_TOKENS, _TRIAL_SECONDS)
         accepted = [round(share, 2) for share in trial.by_depth]

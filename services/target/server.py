@@ -7,7 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from contextlib import AsyncExitStack
 
-from outrider.v1 import inference_pb2, target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
+from outrider.v1 import target_pb2, target_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2
 
 from services.target.checks import check_request
 from services.target.gathering import Gathering
@@ -37,7 +37,7 @@ from shared.transfer.fetch import Fetcher
 from shared.transfer.offers import Offers
 from shared.transfer.servicer import TransferServicer
 from shared.worker.bundles import bundles
-from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto
+from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto, self_drafted_to_proto
 from shared.worker.server import worker_server
 from shared.worker.service import load_engine, run_worker
 from shared.worker.servicer import WorkerServicer
@@ -312,16 +312,8 @@ class TargetServicer(
             num_accepted=sampled.num_accepted,
             logprobs=logprobs_to_proto(sampled.logprobs),
             cached_tokens=sequence.num_cached_tokens if first else 0,
-            self_drafted=_drafted_to_proto(gain.self_drafted),
+            self_drafted=self_drafted_to_proto(gain.self_drafted, gain.source),
         )
-
-
-def _drafted_to_proto(proposal: Proposal) -> worker_pb2.Proposal | None:
-    if not proposal:
-        return None
-    return worker_pb2.Proposal(
-        token_ids=proposal.token_ids, parents=proposal.parents, source=inference_pb2.DRAFT_SOURCE_TARGET
-    )
 
 
 def _refusal(sequence_id: int, status: target_pb2.StepStatus) -> target_pb2.StepResult:

@@ -28,6 +28,12 @@ class TargetSettings(WorkerSettings):
     early_exit: int | None = Field(
         default=None, ge=1, description="Draft with the model's first so many layers; where there is no head."
     )
+    copied_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of running sequences and past outputs that the target itself remembers, to copy what "
+        "followed where a text's end occurred before; 0: nothing is copied here.",
+    )
     kv_transfer: Literal["auto", "nixl", "grpc"] = Field(
         default="auto",
         description="How KV blocks are read from other workers: nixl, grpc, or auto: nixl where both ends have it.",

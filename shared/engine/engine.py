@@ -44,12 +44,13 @@ _MAX_FAILED_STEPS = 3
 
 class Gain(NamedTuple):
     """What a step brought one sequence, and how many draft tokens it verified; `self_drafted`: these themselves, where
-    the engine drafted them."""
+    the engine drafted them, with `source`: target or suffix."""
 
     sequence: Sequence
     sampled: SampledTokens
     num_draft_tokens: int
     self_drafted: Proposal = EMPTY_PROPOSAL
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Engine:
     @property
     def drafts_with(self) -> str:
         """What drafts for those steps; empty if nothing does."""
-        return "" if self._proposer is None else self._proposer.source
+        return "" if self._proposer is None else self._proposer.drafts_with
 
     def step(self) -> StepOutcome | None:
         """Runs one step, and those behind it that nobody could have a say in; None when there is nothing to do.
@@ -225,6 +226,7 @@ class Engine:
                 tokens,
                 len(row.proposal),
                 EMPTY_PROPOSAL if proposer is None else proposer.drafted(sequence),
+                "" if proposer is None else proposer.source_of(sequence),
             )
             for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
         ]

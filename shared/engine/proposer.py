@@ -17,8 +17,8 @@ class Proposer(Protocol):
     """Is asked before each step, and told what came of it. All on the engine's thread."""
 
     @property
-    def source(self) -> str:
-        """What it drafts with."""
+    def drafts_with(self) -> str:
+        """What it drafts with that needs the target's own draws to be foreseen; empty if nothing."""
 
     def propose(self, scheduler: Scheduler) -> None:
         """Gives proposals to sequences that are about to draw. Raises EngineBroken after an accelerator's own error,
@@ -30,6 +30,9 @@ class Proposer(Protocol):
 
     def drafted(self, sequence: Sequence) -> Proposal:
         """What it proposed for that sequence in this step; empty if that is none of its own."""
+
+    def source_of(self, sequence: Sequence) -> str:
+        """Whose that is: target or suffix; empty if it is nobody's."""
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         """A step is computed, and the KV of what was accepted stands where it belongs. `captured`: see

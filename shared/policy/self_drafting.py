@@ -93,6 +93,11 @@ class SelfDraftingPolicy:
         seconds = self._draft_seconds.get(nearest_power(load))
         return seconds is None or prospect > seconds * self._price(load)
 
+    def least_likelihood(self, load: int) -> float:
+        """How likely a token must be to be accepted so as to be worth its row."""
+        row = (self._costs.seconds(2 * load) - self._costs.seconds(load)) / load
+        return min(1.0, row * self._price(load))
+
     def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
         """How many draft tokens to verify, of those with these likelihoods, best first, after `spent` seconds of
         drafting."""

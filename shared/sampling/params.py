@@ -13,10 +13,12 @@ GREEDY_TEMPERATURE = 1e-6
 
 class SelfDraft(NamedTuple):
     """What the target may draft itself for the steps that it takes without the router: with `num_draft_tokens` a chain
-    of so many, or with more `num_nodes` than these a tree of those; without, what pays."""
+    of so many, or with more `num_nodes` than these a tree of those; without, what pays. `sources`: of target and
+    suffix, if not either."""
 
     num_draft_tokens: int | None = None
     num_nodes: int = 0
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

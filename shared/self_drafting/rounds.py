@@ -15,214 +15,224 @@ from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool
 from shared.engine.scheduler import Scheduler, StepPlan
 from shared.engine.sequence import Sequence
-from shared.policy.calibration import Calibration, observe_proposal
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
-from shared.sampling.branching import branch
 from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
-from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
-from shared.self_drafting.drafter import Growing, SelfDrafter
+from shared.self_drafting.copies import Copies
+from shared.self_drafting.draft import Draft
+from shared.self_drafting.drafter import SelfDrafter
+from shared.self_drafting.growth import Growth, is_fixed
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a tree, at most, where nobody says how many.
+# Tokens drafted for a sequence, at most, where nobody says how many.
 _MOST_NODES = 16
+# What a round of the drafter brought counts so much against those before it.
+_WEIGHT = 0.05
 
 
 @dataclass(slots=True)
-class _Draft:
-    """What was drafted behind so many tokens of a sequence, and how likely the drafter took each token to be."""
+class _Round:
+    """What of a draft is verified, behind so many tokens of its sequence."""
 
-    position: int
+    draft: Draft
     proposal: Proposal
-    guesses: list[float]
+    position: int
 
 
 class SelfDrafting:
-    """The `Proposer` of what a drafter finds, for sequences that are greedy or seeded and may have it.
+    """The `Proposer` of copies and of what a drafter finds.
 
-    The target's own draws verify it, whatever it is. A drafter that fails is left out from then on; everything else
-    goes on without. Belongs to the engine's thread.
+    A sequence has what was copied for it, at once, where more of that may be expected to be accepted than of what the
+    drafter usually brings. A drafter is for sequences that are greedy or seeded, whose own draws verify it. A source
+    that fails is left out from then on; everything else goes on without. Belongs to the engine's thread.
     """
 
     def __init__(
         self,
-        drafter: SelfDrafter,
+        drafter: SelfDrafter | None,
+        copies: Copies | None,
         pool: KVPool,
         policy: SelfDraftingPolicy,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._drafter = drafter
+        self._growth = None if drafter is None else Growth(drafter, policy, clock)
+        self._copies = copies
         self._pool = pool
         self._policy = policy
         self._clock = clock
-        self._failed = False
         # Of the step that comes or runs.
-        self._drafts: dict[Sequence, _Draft] = {}
+        self._rounds: dict[Sequence, _Round] = {}
         self._load = 0
-        self._drafted = False
+        self._grew = False
         self._spent = 0.0
-        # How often its guesses come true, by depth.
-        self._calibrations = [Calibration() for _ in range(drafter.most_steps)]
+        # Tokens of the drafter's that are accepted in a round.
+        self._usual = 0.0
 
     @classmethod
-    def of(cls, engine: Engine, drafter: SelfDrafter) -> SelfDrafting:
+    def of(cls, engine: Engine, drafter: SelfDrafter | None, copies: Copies | None = None) -> SelfDrafting:
         """For an engine that is warmed up."""
-        return cls(drafter, engine.pool, SelfDraftingPolicy(StepCosts(engine.step_costs)))
+        return cls(drafter, copies, engine.pool, SelfDraftingPolicy(StepCosts(engine.step_costs)))
 
     @property
-    def source(self) -> str:
-        return self._drafter.source
+    def drafts_with(self) -> str:
+        return "" if self._growth is None else self._growth.drafter.source
 
     def drafted(self, sequence: Sequence) -> Proposal:
-        draft = self._drafts.get(sequence)
-        return draft.proposal if draft is not None else EMPTY_PROPOSAL
+        found = self._rounds.get(sequence)
+        return found.proposal if found is not None else EMPTY_PROPOSAL
+
+    def source_of(self, sequence: Sequence) -> str:
+        found = self._rounds.get(sequence)
+        return found.draft.source if found is not None else ""
 
     def propose(self, scheduler: Scheduler) -> None:
-        self._give_up(self._drafts)  # of a step that never took place
-        self._drafts, self._load, self._drafted, self._spent = {}, 0, False, 0.0
-        decoding = scheduler.decoding()
-        if self._failed or not decoding:
-            return
-        self._load = len(decoding)
+        self._give_up(self._rounds)  # of a step that never took place
+        self._rounds, self._load, self._grew, self._spent = {}, 0, False, 0.0
         began = self._clock()
-        try:
-            self._draft(scheduler, [each for each in decoding if self._may_draft(each)])
-        except Exception as error:
-            self._fail("drafting", error)
-            self._give_up(self._drafts)
+        decoding = scheduler.decoding()
+        self._load = len(decoding)
+        # Decodes and drafts are one step, which holds so many tokens.
+        room = max(0, scheduler.max_batch_tokens - self._load) // max(1, self._load)
+        wanting = [each for each in decoding if each.params.self_draft is not None]
+        drafts = self._copy(scheduler, wanting, room)
+        drafts |= self._grow(scheduler, [each for each in wanting if each not in drafts], room)
         self._spent = self._clock() - began
+        self._choose(drafts)
 
     def planned(self, plan: StepPlan) -> None:
         scheduled = {item.sequence for item in plan.scheduled}
-        self._give_up([each for each in self._drafts if each not in scheduled])
+        self._give_up([each for each in self._rounds if each not in scheduled])
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
-        if self._failed:
+        if self._growth is None:
             return
         try:
-            self._drafter.observe(plan, captured, sampled)
+            self._growth.drafter.observe(plan, captured, sampled)
         except Exception as error:
-            self._fail("what a step computed", error)
+            self._drafter_failed(error)
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
-        for sequence, draft in self._drafts.items():
-            self._calibrate(draft, sequence.token_ids[draft.position :])
-        if self._load and not has_prompts and not self._failed:
-            self._policy.observe(self._load, self._drafted, num_tokens, seconds + self._spent)
+        copied = False
+        for sequence, found in self._rounds.items():
+            committed = sequence.token_ids[found.position :]
+            found.draft.settle(found.proposal, committed)
+            if found.draft.source == "suffix":
+                copied = True
+            else:
+                self._usual += _WEIGHT * (found.proposal.num_agreeing(committed) - self._usual)
+        # What copies bring says nothing of a drafter that was or was not at work beside them.
+        if self._growth is not None and self._load and not has_prompts and not copied:
+            self._policy.observe(self._load, self._grew, num_tokens, seconds + self._spent)
 
-    def _give_up(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in list(sequences):
-            if sequence.proposal is self._drafts.pop(sequence).proposal:
-                sequence.proposal = EMPTY_PROPOSAL
+    def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, Draft]:
+        """For whom copies are more than a drafter would bring."""
+        if self._copies is None:
+            return {}
+        found: dict[Sequence, Draft] = {}
+        try:
+            self._copies.sweep(set(scheduler.sequences()))
+            least = self._policy.least_likelihood(self._load)
+            for sequence in wanting:
+                if not _may_have(sequence, "suffix"):
+                    continue
+                fixed = is_fixed(sequence)
+                num_steps, num_nodes = _shape(sequence, _MOST_NODES, room)
+                branching = sequence.params.coupled and (not fixed or num_nodes > num_steps)
+                draft = self._copies.draft(sequence, num_nodes, 0.0 if fixed else least, branching)
+                grows = self._growth is not None and self._may_grow(sequence)
+                if draft.copied.num_expected > (self._usual if grows else 0.0):
+                    found[sequence] = draft
+        except Exception as error:
+            self._copies = None
+            _report("suffix", error)
+            return {}
+        return found
 
-    def _may_draft(self, sequence: Sequence) -> bool:
-        wanted = sequence.params.self_draft
-        return wanted is not None and sequence.params.coupled and self._drafter.ready(sequence)
-
-    def _draft(self, scheduler: Scheduler, sequences: list[Sequence]) -> None:
-        """Grows the trees of those for which it pays, and proposes the tokens that do."""
+    def _grow(self, scheduler: Scheduler, sequences: List[Sequence], room: int) -> dict[Sequence, Draft]:
+        """What the drafter finds for those for which it pays."""
+        if self._growth is None or not sequences:
+            return {}
         adaptive = self._policy.drafts(self._load)
-        trees: dict[Sequence, DraftTree] = {}
-        # Decodes and drafts are one step, which holds so many tokens.
-        room = max(0, scheduler.max_batch_tokens - self._load) // max(1, len(sequences))
-        for sequence in sequences:
-            tree = self._tree(scheduler, sequence, room, adaptive)
-            if tree is not None:
-                trees[sequence] = tree
-        if not trees:
-            return
-        self._drafted = True
-        began = self._clock()
-        self._take(trees, self._drafter.begin(list(trees)), [(EMPTY_PROPOSAL, 0)] * len(trees))
-        growing = dict(trees)
-        while growing:
-            now = self._clock()
-            self._policy.observe_drafting(len(growing), now - began)
-            began = now
-            fixed = {each for each in growing if self._is_fixed(each)}
-            prospect = sum(tree.prospect for each, tree in growing.items() if each not in fixed)
-            if not self._policy.goes_on(len(growing), prospect):
-                growing = {each: tree for each, tree in growing.items() if each in fixed}
-            advanced = {each: following for each, tree in growing.items() if (following := tree.advance()) is not None}
-            growing = {each: trees[each] for each in advanced}
-            if growing:
-                logits = self._drafter.extend([Growing(each, *following) for each, following in advanced.items()])
-                self._take(growing, logits, list(advanced.values()))
-        self._propose(trees)
+        try:
+            trees: dict[Sequence, DraftTree] = {}
+            for sequence in sequences:
+                if (adaptive or is_fixed(sequence)) and self._may_grow(sequence):
+                    tree = self._tree(scheduler, sequence, room)
+                    if tree is not None:
+                        trees[sequence] = tree
+            if not trees:
+                return {}
+            self._grew = True
+            return dict(self._growth.grow(trees))
+        except Exception as error:
+            self._drafter_failed(error)
+            return {}
 
-    def _tree(self, scheduler: Scheduler, sequence: Sequence, room: int, adaptive: bool) -> DraftTree | None:
+    def _may_grow(self, sequence: Sequence) -> bool:
+        assert self._growth is not None
+        return sequence.params.coupled and _may_have(sequence, "target") and self._growth.drafter.ready(sequence)
+
+    def _tree(self, scheduler: Scheduler, sequence: Sequence, room: int) -> DraftTree | None:
         """An empty one of the shape that the sequence may have; None if it is to have none."""
-        wanted = sequence.params.self_draft
-        assert wanted is not None
-        fixed = wanted.num_draft_tokens
-        left = sequence.num_tokens_left - 1  # the last is the target's own
-        num_steps = min(self._drafter.most_steps if fixed is None else fixed, self._drafter.most_steps, left)
-        num_nodes = min(_MOST_NODES if fixed is None else max(wanted.num_nodes, num_steps), room)
-        num_steps = min(num_steps, num_nodes)
-        if num_steps <= 0 or (fixed is None and not adaptive):
+        assert self._growth is not None
+        drafter = self._growth.drafter
+        num_steps, num_nodes = _shape(sequence, drafter.most_steps, room)
+        if num_steps <= 0:
             return None
-        if self._drafter.uses_kv:
+        if drafter.uses_kv:
             copies = scheduler.reserve(sequence, 1 + WIDTH * (num_steps - 1))
             if copies is None:
                 return None
             self._pool.copy_blocks(copies)
-        return DraftTree(
-            num_nodes,
-            num_steps,
-            branching=fixed is None or wanted.num_nodes > fixed,
-            likelihood=lambda guess, depth: self._calibrations[depth].likelihood(guess),
-        )
+        return self._growth.tree(num_nodes, num_steps, branching=not is_fixed(sequence) or num_nodes > num_steps)
 
-    def _take(self, trees: dict[Sequence, DraftTree], logits: Tensor, grown: List[tuple[Proposal, int]]) -> None:
-        """What may follow the newest tokens of each tree."""
-        rows = [
-            SampleRows(
-                sequence.params,
-                sequence.token_ids,
-                sequence.num_prompt_tokens,
-                proposal,
-                sequence.token_counts,
-                first_row,
-                tree.num_children,
-            )
-            for (sequence, tree), (proposal, first_row) in zip(trees.items(), grown, strict=True)
-        ]
-        for tree, children in zip(trees.values(), branch(logits, rows), strict=True):
-            tree.take(children)
-
-    def _propose(self, trees: dict[Sequence, DraftTree]) -> None:
+    def _choose(self, drafts: dict[Sequence, Draft]) -> None:
         """Of all that was found what pays to be verified, the likeliest."""
-        likelihoods = {each: tree.likelihoods() for each, tree in trees.items()}
+        likelihoods = {each: draft.likelihoods for each, draft in drafts.items()}
         adaptive = sorted(
-            (its for each, found in likelihoods.items() if not self._is_fixed(each) for its in found), reverse=True
+            (its for each, found in likelihoods.items() if not is_fixed(each) for its in found), reverse=True
         )
         num_rows = self._policy.num_rows(self._load, adaptive, self._spent)
         least = adaptive[num_rows - 1] if num_rows else float("inf")
-        for sequence, tree in trees.items():
+        for sequence, draft in drafts.items():
             found = likelihoods[sequence]
-            count = len(found) if self._is_fixed(sequence) else sum(its >= least for its in found)
+            count = len(found) if is_fixed(sequence) else sum(its >= least for its in found)
             if count:
-                sequence.proposal = tree.proposal(count).as_chain()
-                self._drafts[sequence] = _Draft(len(sequence.token_ids), sequence.proposal, tree.guesses(count))
+                sequence.proposal = draft.proposal(count)
+                self._rounds[sequence] = _Round(draft, sequence.proposal, len(sequence.token_ids))
 
-    def _is_fixed(self, sequence: Sequence) -> bool:
-        wanted = sequence.params.self_draft
-        return wanted is not None and wanted.num_draft_tokens is not None
+    def _give_up(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in list(sequences):
+            if sequence.proposal is self._rounds.pop(sequence).proposal:
+                sequence.proposal = EMPTY_PROPOSAL
 
-    def _calibrate(self, draft: _Draft, committed: List[int]) -> None:
-        proposal = draft.proposal
-        depths = proposal.depths
-
-        def observe(i: int, accepted: bool) -> None:
-            self._calibrations[depths[i + 1] - 1].observe(draft.guesses[i], accepted)
-
-        observe_proposal(proposal.token_ids, proposal.followed_rows(), committed, observe)
-
-    def _fail(self, at: str, error: Exception) -> None:
+    def _drafter_failed(self, error: Exception) -> None:
+        """Raises EngineBroken after an accelerator's own error."""
         if is_device_error(error):
             raise EngineBroken("the device failed") from error
-        self._failed = True
-        logger.error("%s is left out from now on: %s failed", self._drafter.source, at, exc_info=error)
+        assert self._growth is not None
+        _report(self._growth.drafter.source, error)
+        self._growth = None
+
+
+def _may_have(sequence: Sequence, source: str) -> bool:
+    wanted = sequence.params.self_draft
+    return wanted is not None and (not wanted.sources or source in wanted.sources)
+
+
+def _shape(sequence: Sequence, most_steps: int, room: int) -> tuple[int, int]:
+    """Tokens in a line, and in all, that are drafted for it at most."""
+    wanted = sequence.params.self_draft
+    assert wanted is not None
+    left = sequence.num_tokens_left - 1  # the last is the target's own
+    fixed = wanted.num_draft_tokens
+    num_steps = min(most_steps if fixed is None else fixed, most_steps, left)
+    num_nodes = min(_MOST_NODES if fixed is None else max(wanted.num_nodes, num_steps), room)
+    return min(num_steps, num_nodes), num_nodes
+
+
+def _report(source: str, error: Exception) -> None:
+    logger.error("%s is left out from now on: it failed", source, exc_info=error)

@@ -35,7 +35,7 @@ def try_drafter(
 ) -> Trial:
     """Writes up to `num_tokens` behind each prompt, each token the likeliest, drafted in chains of `depth`; the time
     that it may take is looked at between steps. Only in an engine that serves nobody else."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, self_draft=SelfDraft(depth))
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, self_draft=SelfDraft(depth, sources=("target",)))
     root = root_hash(engine.fingerprint, b"")
     sequences = [Sequence(prompt, len(prompt), params, root, num_steps=num_tokens) for prompt in prompts]
     for sequence in sequences:

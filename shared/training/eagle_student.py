@@ -150,6 +150,9 @@ def _layer_config(config: Any) -> LlamaConfig:
         num_key_value_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         num_hidden_layers=1,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
     )

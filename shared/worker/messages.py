@@ -10,6 +10,9 @@ from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, TokenLogprobs
 
+# Of what a target drafts itself.
+_SOURCE_NAMES = {inference_pb2.DRAFT_SOURCE_SUFFIX: "suffix", inference_pb2.DRAFT_SOURCE_TARGET: "target"}
+
 
 def params_to_proto(params: SamplingParams) -> worker_pb2.SequenceParams:
     return worker_pb2.SequenceParams(
@@ -27,7 +30,7 @@ def params_to_proto(params: SamplingParams) -> worker_pb2.SequenceParams:
         max_tokens=params.max_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
         logprobs=params.logprobs,
-        self_draft=None if params.self_draft is None else worker_pb2.SelfDraft(**params.self_draft._asdict()),
+        self_draft=None if params.self_draft is None else _self_draft_to_proto(params.self_draft),
     )
 
 
@@ -51,8 +54,23 @@ def params_from_proto(message: worker_pb2.SequenceParams) -> SamplingParams:
     )
 
 
+def _self_draft_to_proto(wanted: SelfDraft) -> worker_pb2.SelfDraft:
+    sources = [source for source, name in _SOURCE_NAMES.items() if name in wanted.sources]
+    return worker_pb2.SelfDraft(num_draft_tokens=wanted.num_draft_tokens, num_nodes=wanted.num_nodes, sources=sources)
+
+
 def _self_draft(message: worker_pb2.SelfDraft) -> SelfDraft:
-    return SelfDraft(message.num_draft_tokens if message.HasField("num_draft_tokens") else None, message.num_nodes)
+    num_draft_tokens = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
+    sources = tuple(_SOURCE_NAMES[source] for source in message.sources if source in _SOURCE_NAMES)
+    return SelfDraft(num_draft_tokens, message.num_nodes, sources)
+
+
+def self_drafted_to_proto(proposal: Proposal, source: str) -> worker_pb2.Proposal | None:
+    """What a target drafted itself, as it tells of it; None if that is nothing."""
+    if not proposal:
+        return None
+    by = inference_pb2.DRAFT_SOURCE_SUFFIX if source == "suffix" else inference_pb2.DRAFT_SOURCE_TARGET
+    return worker_pb2.Proposal(token_ids=proposal.token_ids, parents=proposal.parents, source=by)
 
 
 def proposal_to_proto(

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.cli.stack import Stack
-from shared.models import DEMO_DRAFT, DEMO_TARGET
+from shared.models import DEMO_DRAFT, DEMO_HEADS, DEMO_TARGET
 from shared.settings import EXIT_CONFIG
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.greedy import Reference, python_prompts, references
@@ -31,9 +31,19 @@ HALFWAY_CHUNKS = 8
 SHAPES: list[tuple[int | None, int | None]] = [(1, None), (8, None), (None, None), (3, 16)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["none", str(DEMO_DRAFT)], ids=["alone", "beside"])
+# By a draft worker, without a model and with one; by the target itself, without a head and with one.
+IN_TARGET = {"OUTRIDER_TARGET_COPIED_TOKENS": "100000"}
+PLACES: dict[str, dict[str, Any]] = {
+    "alone": {"draft": "none"},
+    "beside": {"draft": str(DEMO_DRAFT)},
+    "in the target": {"draft": None, "environment": {"target-0": IN_TARGET}},
+    "beside a head": {"draft": None, "head": str(DEMO_HEADS / "eagle3"), "environment": {"target-0": IN_TARGET}},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=PLACES)
 async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    async with running_stack(draft=request.param) as running:
+    async with running_stack(**PLACES[request.param]) as running:
         yield running
 
 
@@ -90,6 +100,8 @@ async def test_seeded_text_is_the_same_with_and_without(stack: Stack, plain: dic
 
 @pytest.mark.parametrize("name", ["draft", "target-0"])
 async def test_who_dies_halfway_changes_no_token(stack: Stack, repetitive: list[Reference], name: str) -> None:
+    if name not in stack.processes:
+        pytest.skip("there is no draft worker")
     reference, num_chunks = repetitive[1], 0
 
     def on_chunk(_: object) -> None:
@@ -108,11 +120,12 @@ async def test_who_dies_halfway_changes_no_token(stack: Stack, repetitive: list[
     await wait_until_idle(stack)
 
 
-async def test_unseeded_samples_follow_the_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["alone", "in the target"])
+async def test_unseeded_samples_follow_the_target(where: str, tmp_path: Path) -> None:
     """What is copied is certain of itself, and often wrong: by rejection sampling, and in trees by coupled noise."""
     target = tiny_llama(tmp_path / "target", vocab_size=12)
     prompt, filters, num_tokens, places = (5, 3, 11, 5, 3), Filters(0.8, top_k=8), 5, asyncio.Semaphore(16)
-    async with running_stack(target=str(target), draft="none") as running, inference(running) as stub:
+    async with running_stack(target=str(target), **PLACES[where]) as running, inference(running) as stub:
 
         async def draw(num_nodes: int | None) -> Generated:
             async with places:

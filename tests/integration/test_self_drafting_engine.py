@@ -36,6 +36,7 @@ from tests.support.models import tiny_llama
 
 NUM_TOKENS = 24
 SHAPES = [SelfDraft(1), SelfDraft(4), SelfDraft(3, 9), SelfDraft()]
+KINDS = ["early exit", "medusa", "eagle", "eagle3", "copies", "copies and eagle3"]
 FAMILIES = ["mistral", "gemma2", "qwen3", "gpt_oss", "gpt2"]
 
 
@@ -51,6 +52,10 @@ def drafts_with(kind: str, target: Path, folder: Path) -> dict[str, Any]:
         case "eagle3":
             said = layer_config(config) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
             return {"head": str(write_head(folder, eagle3_weights(config, 64), said))}
+        case "copies":
+            return {"copied_tokens": 5000}
+        case "copies and eagle3":
+            return {"copied_tokens": 5000} | drafts_with("eagle3", target, folder)
     return {"early_exit": 1}
 
 
@@ -84,9 +89,9 @@ def random_prompts(length: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["early exit", "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_transformers_own(kind: str, family: str, tmp_path: Path) -> None:
-    if family == "gpt2" and kind.startswith("eagle"):
+    if family == "gpt2" and "eagle" in kind:
         pytest.skip("GPT-2's layers are no Llama's, so nobody has such a head")
     target = tiny_checkpoint(family, tmp_path / "target")
     expected = references(target, random_prompts(45), 4, NUM_TOKENS)
@@ -98,7 +103,7 @@ def test_greedy_text_is_transformers_own(kind: str, family: str, tmp_path: Path)
     assert engine.scheduler.num_preempted > 0
 
 
-@pytest.mark.parametrize("kind", ["early exit", "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_seeded_text_is_that_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     plain, drafting = engine_of(target), engine_of(target, **drafts_with(kind, target, tmp_path / "head"))
@@ -116,7 +121,7 @@ def test_seeded_text_is_that_of_plain_decoding(kind: str, tmp_path: Path) -> Non
         assert texts == expected
 
 
-@pytest.mark.parametrize("kind", ["early exit", "eagle3"])
+@pytest.mark.parametrize("kind", ["early exit", "eagle3", "copies", "copies and eagle3"])
 def test_forks_and_found_prefixes_change_no_token(kind: str, tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     plain, drafting = engine_of(target), engine_of(target, **drafts_with(kind, target, tmp_path / "head"))

@@ -35,7 +35,7 @@ FULL = SamplingParams(
     max_tokens=4000,
     stop_token_ids=frozenset({0, 9, 151_645}),
     logprobs=20,
-    self_draft=SelfDraft(4, 12),
+    self_draft=SelfDraft(4, 12, ("suffix",)),
 )
 
 
@@ -56,6 +56,7 @@ def test_every_field_differs_from_its_default_and_comes_through() -> None:
         # Present, and zero: not the same as absent.
         replace(FULL, seed=0, logprobs=0, self_draft=SelfDraft(0)),
         replace(FULL, self_draft=SelfDraft()),
+        replace(FULL, self_draft=SelfDraft(None, 0, ("suffix", "target"))),
         replace(FULL, temperature=0.0, top_k=0, max_tokens=1, stop_token_ids=frozenset(), logit_bias={}),
     ],
 )

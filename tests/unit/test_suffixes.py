@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.draft.copied import Copied, copy
-from services.draft.past_outputs import PastOutputs
-from services.draft.suffix_index import LONGEST_MATCH, SuffixIndex
-from services.draft.suffix_source import SuffixSource
+from shared.copying.copied import Copied, copy
+from shared.copying.past_outputs import PastOutputs
+from shared.copying.suffix_index import LONGEST_MATCH, SuffixIndex
+from shared.copying.suffix_source import SuffixSource
 from shared.policy.calibration import Calibration
 from shared.sampling.proposal import Proposal
 
@@ -148,6 +148,9 @@ def test_only_tokens_whose_turn_came_teach_anything() -> None:
         def observe(self, guess: float, accepted: bool) -> None:
             seen.append((guess, accepted))
 
+    assert Copied(Proposal((7, 5, 8), parents=(0, 0, 1)), (0.5, 0.3, 0.4), (0.5, 0.3, 0.2)).first(1) == Copied(
+        Proposal((7,)), (0.5,), (0.5,)
+    )
     tree = Copied(Proposal((7, 5, 8, 9, 6), parents=(0, 0, 1, 1, 2)), (0.5, 0.3, 0.4, 0.2, 0.1))
     tree.observe([7, 9, 3], Noted())
     assert seen == [(0.5, True), (0.3, False), (0.4, False), (0.2, True)]

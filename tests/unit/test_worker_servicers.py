@@ -15,10 +15,10 @@ import pytest
 from outrider.v1 import draft_pb2, target_pb2, worker_pb2
 
 from services.draft.server import DraftServicer
-from services.draft.suffix_source import SuffixSource
 from services.target.gathering import Gathering
 from services.target.neighbours import Neighbours
 from services.target.server import TargetServicer
+from shared.copying.suffix_source import SuffixSource
 from shared.engine.block_pool import BlockPool
 from shared.engine.engine import Gain, StepOutcome
 from shared.engine.host_tier import HostTier

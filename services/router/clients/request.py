@@ -24,6 +24,7 @@ _MAX_CHAT_MESSAGES = 4096
 _MAX_SEQUENCES = 16
 _MAX_DRAFT_TOKENS = 16
 _MAX_NODES = 64
+_OF_TARGETS = {inference_pb2.DRAFT_SOURCE_SUFFIX: "suffix", inference_pb2.DRAFT_SOURCE_TARGET: "target"}
 _OF_DRAFT_WORKERS = (inference_pb2.DRAFT_SOURCE_MODEL, inference_pb2.DRAFT_SOURCE_SUFFIX)
 
 
@@ -120,8 +121,10 @@ def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits:
     request = checked.request
     prompt_ids = _prompt_ids(request, tokenizer, limits)
     params = _with_lengths(checked.params, request, len(prompt_ids), limits)
-    if checked.may_draft(inference_pb2.DRAFT_SOURCE_TARGET):
-        params = replace(params, self_draft=SelfDraft(checked.num_draft_tokens, checked.num_nodes))
+    of_target = tuple(name for source, name in _OF_TARGETS.items() if checked.may_draft(source))
+    if of_target:
+        own = SelfDraft(checked.num_draft_tokens, checked.num_nodes, of_target if checked.sources else ())
+        params = replace(params, self_draft=own)
     of_workers = tuple(source for source in checked.sources if source in _OF_DRAFT_WORKERS)
     return GenerateOptions(
         prompt_ids=prompt_ids,

@@ -49,7 +49,7 @@ class Session:
     ) -> None:
         self.fleet = fleet
         self.options = options
-        if options.num_draft_tokens is not None and self._may_draft:
+        if options.num_draft_tokens is not None and self._may_draft and fleet.choose_draft() is not None:
             # Rounds of so many are the draft workers': what a target drafted beside them would be more.
             params = tuple(replace(each, self_draft=None) for each in options.params)
             self.options = replace(options, params=params)

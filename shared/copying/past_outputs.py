@@ -6,7 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from services.draft.suffix_index import Match, SuffixIndex
+from shared.copying.suffix_index import Match, SuffixIndex
 
 
 class PastOutputs:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.draft.copied import Copied, copy
-from services.draft.past_outputs import PastOutputs
-from services.draft.suffix_index import SuffixIndex
+from shared.copying.copied import Copied, copy
+from shared.copying.past_outputs import PastOutputs
+from shared.copying.suffix_index import SuffixIndex
 from shared.policy.calibration import Calibration
 
 _OWN_TEXT = 0

@@ -6,23 +6,33 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.draft.suffix_index import LONGEST_MATCH, Match
+from shared.copying.suffix_index import LONGEST_MATCH, Match
 from shared.policy.calibration import Calibration, observe_proposal
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A proposal, and what was taken for the likelihood of each of its tokens when its turn comes: `guesses`.
-
-    `num_expected`: how many of its tokens may be expected to be accepted.
-    """
+    """A proposal, best first, and what was taken for the likelihood of each of its tokens when its turn comes:
+    `guesses`. `likelihoods`: what experience makes of that, for each token with all those before it."""
 
     proposal: Proposal = EMPTY_PROPOSAL
     guesses: tuple[float, ...] = ()
-    num_expected: float = 0.0
+    likelihoods: tuple[float, ...] = ()
+
+    @property
+    def num_expected(self) -> float:
+        """How many of its tokens may be expected to be accepted."""
+        return sum(self.likelihoods)
+
+    def first(self, count: int) -> Copied:
+        """The first so many of its tokens."""
+        proposal = replace(
+            self.proposal, token_ids=self.proposal.token_ids[:count], parents=self.proposal.parents[:count]
+        )
+        return Copied(proposal.as_chain(), self.guesses[:count], self.likelihoods[:count])
 
     def observe(self, committed: Sequence[int], calibration: Calibration) -> None:
         """Tells what became of those whose turn came, by the tokens that were committed behind the proposal's
@@ -51,7 +61,7 @@ def copy(
     token_ids: list[int] = []
     parents: list[int] = []
     guesses: list[float] = []
-    num_expected = 0.0
+    likelihoods: list[float] = []
 
     def branch(row: int, likelihood: float, agreeing: Iterable[Match], depth: int) -> None:
         for token, guess, followers in _nexts(agreeing, depth)[: None if branching else 1]:
@@ -65,10 +75,10 @@ def copy(
         token_ids.append(token)
         parents.append(row)
         guesses.append(guess)
-        num_expected -= negative
+        likelihoods.append(-negative)
         branch(len(token_ids), -negative, followers, depth)
     proposal = Proposal(tuple(token_ids), parents=tuple(parents)).as_chain()
-    return Copied(proposal, tuple(guesses), num_expected)
+    return Copied(proposal, tuple(guesses), tuple(likelihoods))
 
 
 def _nexts(agreeing: Iterable[Match], depth: int) -> list[tuple[int, float, list[Match]]]:

@@ -1,0 +1,1 @@
+"""Draft tokens copied from texts: what followed where they occurred before."""

@@ -1,0 +1,74 @@
+"""Copies inside a target: what followed where a running sequence's text occurred before."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+
+from shared.copying.copied import Copied
+from shared.copying.suffix_source import Manuscript, SuffixSource
+from shared.engine.sequence import Sequence
+from shared.sampling.proposal import Proposal
+
+# What a draft token was drawn from that nothing else could have been.
+_CERTAIN = struct.pack("<f", 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedDraft:
+    """What was copied for a sequence; without a seed as if drawn from a distribution that has nothing else."""
+
+    manuscript: Manuscript
+    copied: Copied
+    coupled: bool
+
+    @property
+    def source(self) -> str:
+        return "suffix"
+
+    @property
+    def likelihoods(self) -> List[float]:
+        return self.copied.likelihoods
+
+    def proposal(self, count: int) -> Proposal:
+        self.manuscript.proposed = kept = self.copied.first(count)
+        proposal = kept.proposal
+        if self.coupled:
+            return proposal
+        ids = b"".join(struct.pack("<I", token) for token in proposal.token_ids)
+        return replace(proposal, candidate_counts=(1,) * count, candidate_ids=ids, candidate_probs=_CERTAIN * count)
+
+    def settle(self, proposal: Proposal, committed: List[int]) -> None:
+        """The manuscript learns of it with the tokens themselves."""
+
+
+class Copies:
+    """Manuscripts of the sequences of one engine that may have their drafts copied, kept as these go on."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """It remembers so many tokens in all, of running sequences and past outputs; see `SuffixSource`."""
+        self._source = SuffixSource(most_tokens)
+        # With how many tokens of the sequence it knows.
+        self._manuscripts: dict[Sequence, tuple[Manuscript, int]] = {}
+
+    def draft(self, sequence: Sequence, most_tokens: int, least_likelihood: float, branching: bool) -> CopiedDraft:
+        """What may follow the sequence's last token; maybe nothing."""
+        tokens = sequence.token_ids
+        known = self._manuscripts.get(sequence)
+        if known is None:
+            manuscript = self._source.begin(tokens, sequence.num_prompt_tokens, sequence.root_hash)
+        else:
+            manuscript, num_known = known
+            self._source.commit(manuscript, tokens[num_known:])
+        self._manuscripts[sequence] = manuscript, len(tokens)
+        copied = self._source.propose(manuscript, most_tokens, least_likelihood, branching)
+        return CopiedDraft(manuscript, copied, sequence.params.coupled)
+
+    def sweep(self, running: Collection[Sequence]) -> None:
+        """Those that are no longer here are past."""
+        for sequence in [each for each in self._manuscripts if each not in running]:
+            manuscript, num_known = self._manuscripts.pop(sequence)
+            self._source.commit(manuscript, sequence.token_ids[num_known:])
+            self._source.end(manuscript)

@@ -1,0 +1,108 @@
+"""Trees of many sequences, grown together by one drafter, a step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.engine.sequence import Sequence
+from shared.policy.calibration import Calibration, observe_proposal
+from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.sampling.branching import branch
+from shared.sampling.draft_tree import DraftTree
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+from shared.sampling.rows import SampleRows
+from shared.self_drafting.drafter import Growing, SelfDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDraft:
+    """A tree that has grown; how often guesses like its own come true, the `calibrations` learn by depth."""
+
+    tree: DraftTree
+    calibrations: List[Calibration]
+
+    @property
+    def source(self) -> str:
+        return "target"
+
+    @property
+    def likelihoods(self) -> List[float]:
+        return self.tree.likelihoods()
+
+    def proposal(self, count: int) -> Proposal:
+        return self.tree.proposal(count).as_chain()
+
+    def settle(self, proposal: Proposal, committed: List[int]) -> None:
+        guesses, depths = self.tree.guesses(len(proposal)), proposal.depths
+
+        def observe(i: int, accepted: bool) -> None:
+            self.calibrations[depths[i + 1] - 1].observe(guesses[i], accepted)
+
+        observe_proposal(proposal.token_ids, proposal.followed_rows(), committed, observe)
+
+
+class Growth:
+    """Grows trees as long as that is worth its time to all sequences that may have what pays; others have a fixed
+    shape."""
+
+    def __init__(
+        self, drafter: SelfDrafter, policy: SelfDraftingPolicy, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.drafter = drafter
+        self._policy = policy
+        self._clock = clock
+        self._calibrations = [Calibration() for _ in range(drafter.most_steps)]
+
+    def tree(self, num_nodes: int, num_steps: int, branching: bool) -> DraftTree:
+        """An empty one."""
+        return DraftTree(num_nodes, num_steps, branching=branching, likelihood=self._likelihood)
+
+    def grow(self, trees: dict[Sequence, DraftTree]) -> dict[Sequence, TreeDraft]:
+        """Grows these, which are empty."""
+        began = self._clock()
+        self._take(trees, self.drafter.begin(list(trees)), [(EMPTY_PROPOSAL, 0)] * len(trees))
+        growing = trees
+        while growing:
+            now = self._clock()
+            self._policy.observe_drafting(len(growing), now - began)
+            began = now
+            prospect = sum(tree.prospect for each, tree in growing.items() if not is_fixed(each))
+            if not self._policy.goes_on(len(growing), prospect):
+                growing = {each: tree for each, tree in growing.items() if is_fixed(each)}
+            advanced = {each: following for each, tree in growing.items() if (following := tree.advance()) is not None}
+            growing = {each: trees[each] for each in advanced}
+            if growing:
+                logits = self.drafter.extend([Growing(each, *following) for each, following in advanced.items()])
+                self._take(growing, logits, list(advanced.values()))
+        return {each: TreeDraft(tree, self._calibrations) for each, tree in trees.items()}
+
+    def _likelihood(self, guess: float, depth: int) -> float:
+        return self._calibrations[depth].likelihood(guess)
+
+    def _take(self, trees: dict[Sequence, DraftTree], logits: Tensor, grown: List[tuple[Proposal, int]]) -> None:
+        """What may follow the newest tokens of each tree."""
+        rows = [
+            SampleRows(
+                sequence.params,
+                sequence.token_ids,
+                sequence.num_prompt_tokens,
+                proposal,
+                sequence.token_counts,
+                first_row,
+                tree.num_children,
+            )
+            for (sequence, tree), (proposal, first_row) in zip(trees.items(), grown, strict=True)
+        ]
+        for tree, children in zip(trees.values(), branch(logits, rows), strict=True):
+            tree.take(children)
+
+
+def is_fixed(sequence: Sequence) -> bool:
+    """Whether it is said how many tokens are drafted for it, whatever pays."""
+    wanted = sequence.params.self_draft
+    return wanted is not None and wanted.num_draft_tokens is not None
