@@ -134,6 +134,8 @@ class SelfDrafting:
         found: dict[Sequence, Draft] = {}
         try:
             self._copies.sweep(set(scheduler.sequences()))
+            if not wanting:
+                return {}
             least = self._policy.least_likelihood(self._load)
             for sequence in wanting:
                 if not _may_have(sequence, "suffix"):

@@ -65,7 +65,7 @@ def split(tokens: Tensor, length: int) -> Corpus:
     return Corpus(tokens[num_held_out:], tokens[:num_held_out])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample_corpus(target: Any, tokenizer: Any, num_tokens: int, length: int, seed: int) -> Corpus:
     """What the target itself writes at temperature 1, from its end-of-text token or its first on."""
     torch.manual_seed(seed)

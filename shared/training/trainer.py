@@ -22,21 +22,20 @@ _STATE = "training.pt"
 _WARM_UP_STEPS = 50
 _LEAST_RATE = 0.05
 _DECAY = 0.8
-# Checks without a better agreement after which it ends.
-_PATIENCE = 4
 _MOST_CHECK_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
     """How it is trained: windows of `length` tokens, `num_rows` at a time, for `minutes` in all; `peak_rate` is the
-    optimizer's, and it is looked at every `check_seconds`."""
+    optimizer's. It is looked at every `check_seconds`, and ends when it was no better `patience` times in a row."""
 
     minutes: float
     num_rows: int = 4
     length: int = 256
     peak_rate: float = 3e-3
     check_seconds: float = 60.0
+    patience: int = 4
     seed: int = 0
 
 
@@ -80,7 +79,7 @@ class Trainer:
         for batch in batches:
             self._seconds = time.monotonic() - began
             share = self._seconds / (60 * lessons.minutes)
-            if share >= 1 or self._num_worse >= _PATIENCE:
+            if share >= 1 or self._num_worse >= lessons.patience:
                 break
             new_loss = self._learn(batch, share)
             loss = new_loss if math.isnan(loss) else 0.95 * loss + 0.05 * new_loss
@@ -118,7 +117,7 @@ class Trainer:
         batches = torch.split(rows, self._lessons.num_rows)
         parts = [agreement(self._student, self._teacher.teach(batch)) for batch in batches]
         found = [fmean(each) for each in zip(*parts, strict=True)]
-        if expected(found) > expected(self._best):
+        if not self._weights or expected(found) > expected(self._best):
             self._best, self._num_worse = found, 0
             self._weights = {name: each.clone() for name, each in self._student.module.state_dict().items()}
         else:
