@@ -115,8 +115,8 @@ async def collect(
     assert all(output.finish_reason for output in outputs.values())
     generated = Generated([outputs[index] for index in sorted(outputs)], usage)
     shown = [token for output in generated.outputs for token in output.draft_tokens]
-    # Where a target chooses itself what it drafts, that is trees.
-    in_trees = in_trees or any(its.source == inference_pb2.DRAFT_SOURCE_TARGET for its in usage.by_source)
+    # Where a target chooses itself what it drafts or copies, that is trees.
+    in_trees = in_trees or any(its.source != inference_pb2.DRAFT_SOURCE_MODEL for its in usage.by_source)
     check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown, in_trees)
     return generated
 
