@@ -42,7 +42,7 @@ def self_drafting(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
         if drafter is None:
             return
         depth = min(drafter.most_steps, _TRIAL_STEPS)
-        trial = try_drafter(engine, [[0]], depth, _TRIAL_TOKENS, _TRIAL_SECONDS)
+        trial = try_drafter(engine, [[0]], depth, min(_TRIAL_TOKENS, engine.max_context - 1), _TRIAL_SECONDS)
         accepted = [round(share, 2) for share in trial.by_depth]
         logger.info("drafts itself", extra={"with": drafter.source, "accepted_by_depth": accepted})
 

@@ -46,10 +46,15 @@ class Copied:
 
 
 def copy(
-    matches: Sequence[Match], most_tokens: int, least_likelihood: float, calibration: Calibration, branching: bool
+    matches: Sequence[Match],
+    most_tokens: int,
+    least_likelihood: float,
+    calibration: Calibration,
+    branching: bool,
+    most_depth: int | None = None,
 ) -> Copied:
-    """What followed where the text's end occurred before, the likeliest first: `most_tokens` at most, and none that is
-    accepted less often than `least_likelihood`.
+    """What followed where the text's end occurred before, the likeliest first: `most_tokens` at most, in lines of at
+    most `most_depth`, and none that is accepted less often than `least_likelihood`.
 
     Not `branching`, it is a chain. Occurrences that go on alike add up, and a longer match says more; a token is taken
     to be as likely as its share of these, the less so the shorter the match is. A line goes on as long as that is
@@ -64,6 +69,8 @@ def copy(
     likelihoods: list[float] = []
 
     def branch(row: int, likelihood: float, agreeing: Iterable[Match], depth: int) -> None:
+        if depth == most_depth:
+            return
         for token, guess, followers in _nexts(agreeing, depth)[: None if branching else 1]:
             its = likelihood * calibration.likelihood(guess)
             if its >= least_likelihood:

@@ -68,14 +68,19 @@ class SuffixSource:
             self._past.trim(self._most_tokens - self._num_running_tokens)
 
     def propose(
-        self, manuscript: Manuscript, most_tokens: int, least_likelihood: float = 0.0, branching: bool = False
+        self,
+        manuscript: Manuscript,
+        most_tokens: int,
+        least_likelihood: float = 0.0,
+        branching: bool = False,
+        most_depth: int | None = None,
     ) -> Copied:
         """What may follow; nothing where the text's end is new. See `copy`."""
         if manuscript.index is None:
             return Copied()
         tail = manuscript.token_ids
         matches = manuscript.index.matches(tail) + self._past.matches(manuscript.tenant, tail)
-        return copy(matches, most_tokens, least_likelihood, manuscript.calibration, branching)
+        return copy(matches, most_tokens, least_likelihood, manuscript.calibration, branching, most_depth)
 
     def _extend(self, manuscript: Manuscript, token_ids: Sequence[int]) -> None:
         if manuscript.index is None:

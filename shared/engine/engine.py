@@ -141,10 +141,10 @@ class Engine:
             self._proposer.propose(self.scheduler)
         began, began_ns = time.perf_counter(), time.time_ns()
         plan = self.scheduler.schedule()
+        if self._proposer is not None and self._proposer.planned(plan) and plan is None:
+            plan = self.scheduler.schedule()
         if plan is None:
             return None
-        if self._proposer is not None:
-            self._proposer.planned(plan)
         num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
         prefills, num_attended = plan.prefills, plan.num_attended
         gains, failed = self._run(plan)

@@ -24,9 +24,9 @@ class Proposer(Protocol):
         """Gives proposals to sequences that are about to draw. Raises EngineBroken after an accelerator's own error,
         and nothing else."""
 
-    def planned(self, plan: StepPlan) -> None:
-        """The step takes place, with these sequences. What it proposed for others is given up: they lost their place,
-        or there was no room."""
+    def planned(self, plan: StepPlan | None) -> bool:
+        """The step takes place, with these sequences; None: nothing can be done as it is. What it proposed for others
+        is given up: they lost their place, or there was no room. Whether there was any such."""
 
     def drafted(self, sequence: Sequence) -> Proposal:
         """What it proposed for that sequence in this step; empty if that is none of its own."""

@@ -71,6 +71,10 @@ class StepPlan:
         return [copy for item in self.scheduled for copy in item.copies]
 
 
+# Where prompts are to be computed, drafts get this part of a step's room at most.
+_PROMPTS_SHARE = 4
+
+
 class Scheduler:
     """Plans steps over a block pool and takes in what they sampled.
 
@@ -119,6 +123,23 @@ class Scheduler:
             each for each in self._running if each.num_steps > 0 and each.num_pending_tokens == 1 and not each.forks
         ]
 
+    def draft_room(self) -> int:
+        """Tokens that drafts for those that are `decoding` may add to the next step: what all others that draw, and
+        verify, leave of it; and where prompts are to be computed, the smaller part of that."""
+        num_decoding, num_others, has_prompts = 0, 0, False
+        for sequence in self.sequences():
+            pending = sequence.num_pending_tokens
+            if pending == 0 or sequence.awaits_import:
+                continue
+            if sequence not in self._running or pending > sequence.num_rows:
+                has_prompts = True
+            elif sequence.num_steps > 0 and pending == 1:
+                num_decoding += 1
+            else:
+                num_others += pending
+        room = max(0, self.max_batch_tokens - num_decoding - num_others)
+        return room // _PROMPTS_SHARE if has_prompts else room
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Blocks for so many tokens of one that is decoding, from its last token on, to write to before the next step;
         copies to make first, as in a step. None if there is no room: every other one must be able to go on."""
@@ -128,6 +149,13 @@ class Scheduler:
         if self.pool.num_allocatable < num_needed + len(self._running):
             return None
         return self._prepare_blocks(sequence, start, end)
+
+    def num_slots_left(self, sequence: Sequence) -> int:
+        """Positions to be computed that its own blocks have room for, if they are nobody else's."""
+        first = sequence.num_computed_tokens // self.block_size
+        if any(self.pool.is_shared(block) for block in sequence.block_table[first:]):
+            return 0
+        return len(sequence.block_table) * self.block_size - sequence.num_computed_tokens
 
     def add(self, sequence: Sequence) -> None:
         """Takes in a sequence with its forks; each gets its blocks when a step has room for it."""

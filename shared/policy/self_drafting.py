@@ -81,11 +81,12 @@ class SelfDraftingPolicy:
         """Whether the next step of `load` sequences is to have drafts."""
         at = self._at(load)
         if at.num_left > 0:
-            return not at.drafts
-        if self._clock() >= at.next_trial and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
+            at.num_left -= 1
+            if at.num_left == 0:
+                self._conclude(at)
+        elif self._clock() >= at.next_trial and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
             at.num_left = _TRIAL_STEPS
-            return not at.drafts
-        return at.drafts
+        return at.drafts if at.num_left == 0 else not at.drafts
 
     def goes_on(self, load: int, prospect: float) -> bool:
         """Whether a further step of the drafter pays that finds tokens behind others which are accepted so often, all
@@ -117,19 +118,16 @@ class SelfDraftingPolicy:
         self._draft_seconds[bucket] = before + _WEIGHT * (min(seconds, 4 * before) - before)
 
     def observe(self, load: int, drafted: bool, num_tokens: int, seconds: float) -> None:
-        """A step of `load` sequences brought so many tokens, drafting included in its time; no prompt was in it."""
-        at = self._at(load)
-        at.of(drafted).observe(num_tokens, seconds)
-        if at.num_left == 0 or drafted == at.drafts:
-            return
-        at.num_left -= 1
-        if at.num_left > 0:
-            return
-        one, other = at.of(at.drafts), at.of(not at.drafts)
-        if other.rate > _KEEP * one.rate:
+        """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
+        nothing that would have been drafted whatever was decided."""
+        self._at(load).of(drafted).observe(num_tokens, seconds)
+
+    def _conclude(self, at: _Load) -> None:
+        """A trial of the other way has ended: takes the better one, and says when the other is tried again."""
+        if at.of(not at.drafts).rate > _KEEP * at.of(at.drafts).rate:
             at.drafts = not at.drafts
-            one, other = other, one
-        lost = max(0.0, 1 - other.rate / one.rate)
+        one, other = at.of(at.drafts), at.of(not at.drafts)
+        lost = max(0.0, 1 - other.rate / one.rate) if one.rate > 0 else 0.0
         trial = _TRIAL_STEPS * other.step_seconds
         at.next_trial = self._clock() + max(trial * lost / _TRIAL_SHARE, trial * _LEAST_TRIALS_APART)
 

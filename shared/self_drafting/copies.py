@@ -56,8 +56,10 @@ class Copies:
         # With how many tokens of the sequence it knows.
         self._manuscripts: dict[Sequence, tuple[Manuscript, int]] = {}
 
-    def draft(self, sequence: Sequence, most_tokens: int, least_likelihood: float, branching: bool) -> CopiedDraft:
-        """What may follow the sequence's last token; maybe nothing."""
+    def draft(
+        self, sequence: Sequence, most_depth: int, most_tokens: int, least_likelihood: float, branching: bool
+    ) -> CopiedDraft:
+        """What may follow the sequence's last token, in lines of at most `most_depth`; maybe nothing."""
         tokens = sequence.token_ids
         known = self._manuscripts.get(sequence)
         num_known = min(len(tokens), (0 if known is None else known[1]) + _MOST_AT_ONCE)
@@ -69,7 +71,7 @@ class Copies:
         self._manuscripts[sequence] = manuscript, num_known
         copied = Copied()
         if num_known == len(tokens):
-            copied = self._source.propose(manuscript, most_tokens, least_likelihood, branching)
+            copied = self._source.propose(manuscript, most_tokens, least_likelihood, branching, most_depth)
         return CopiedDraft(manuscript, copied, sequence.params.coupled)
 
     def sweep(self, running: Collection[Sequence]) -> None:

@@ -187,6 +187,8 @@ class Eagle:
 
     def ready(self, sequence: Sequence) -> bool:
         pending, seen = self._pending.get(sequence), self._seen.get(sequence)
+        if pending is None and seen is None:
+            return False  # of a prompt of one token a fork draws before anything was computed of it
         end = pending.end if pending is not None else seen.end if seen is not None else 0
         return end == len(sequence.token_ids) - 1
 

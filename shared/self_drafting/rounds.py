@@ -94,17 +94,18 @@ class SelfDrafting:
         began = self._clock()
         decoding = scheduler.decoding()
         self._load = len(decoding)
-        # Decodes and drafts are one step, which holds so many tokens.
-        room = max(0, scheduler.max_batch_tokens - self._load) // max(1, self._load)
+        room = scheduler.draft_room() // max(1, self._load)
         wanting = [each for each in decoding if each.params.self_draft is not None]
         drafts = self._copy(scheduler, wanting, room)
         drafts |= self._grow(scheduler, [each for each in wanting if each not in drafts], room)
         self._spent = self._clock() - began
-        self._choose(drafts)
+        self._choose(scheduler, drafts)
 
-    def planned(self, plan: StepPlan) -> None:
-        scheduled = {item.sequence for item in plan.scheduled}
-        self._give_up([each for each in self._rounds if each not in scheduled])
+    def planned(self, plan: StepPlan | None) -> bool:
+        scheduled = set() if plan is None else {item.sequence for item in plan.scheduled}
+        left_out = [each for each in self._rounds if each not in scheduled]
+        self._give_up(left_out)
+        return bool(left_out)
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         if self._growth is None:
@@ -115,16 +116,15 @@ class SelfDrafting:
             self._drafter_failed(error)
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
-        copied = False
+        # What fixed shapes and copies bring says nothing of whether drafting pays.
+        clean = True
         for sequence, found in self._rounds.items():
             committed = sequence.token_ids[found.position :]
             found.draft.settle(found.proposal, committed)
-            if found.draft.source == "suffix":
-                copied = True
-            else:
+            clean = clean and found.draft.source == "target" and not is_fixed(sequence)
+            if found.draft.source == "target":
                 self._usual += _WEIGHT * (found.proposal.num_agreeing(committed) - self._usual)
-        # What copies bring says nothing of a drafter that was or was not at work beside them.
-        if self._growth is not None and self._load and not has_prompts and not copied:
+        if self._growth is not None and self._load and not has_prompts and clean:
             self._policy.observe(self._load, self._grew, num_tokens, seconds + self._spent)
 
     def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, Draft]:
@@ -142,8 +142,10 @@ class SelfDrafting:
                     continue
                 fixed = is_fixed(sequence)
                 num_steps, num_nodes = _shape(sequence, _MOST_NODES, room)
+                if num_steps <= 0:
+                    continue
                 branching = sequence.params.coupled and (not fixed or num_nodes > num_steps)
-                draft = self._copies.draft(sequence, num_nodes, 0.0 if fixed else least, branching)
+                draft = self._copies.draft(sequence, num_steps, num_nodes, 0.0 if fixed else least, branching)
                 grows = self._growth is not None and self._may_grow(sequence)
                 if draft.copied.num_expected > (self._usual if grows else 0.0):
                     found[sequence] = draft
@@ -157,7 +159,7 @@ class SelfDrafting:
         """What the drafter finds for those for which it pays."""
         if self._growth is None or not sequences:
             return {}
-        adaptive = self._policy.drafts(self._load)
+        adaptive = not all(map(is_fixed, sequences)) and self._policy.drafts(self._load)
         try:
             trees: dict[Sequence, DraftTree] = {}
             for sequence in sequences:
@@ -191,8 +193,8 @@ class SelfDrafting:
             self._pool.copy_blocks(copies)
         return self._growth.tree(num_nodes, num_steps, branching=not is_fixed(sequence) or num_nodes > num_steps)
 
-    def _choose(self, drafts: dict[Sequence, Draft]) -> None:
-        """Of all that was found what pays to be verified, the likeliest."""
+    def _choose(self, scheduler: Scheduler, drafts: dict[Sequence, Draft]) -> None:
+        """Of all that was found what pays to be verified, the likeliest, as far as there are blocks for it."""
         likelihoods = {each: draft.likelihoods for each, draft in drafts.items()}
         adaptive = sorted(
             (its for each, found in likelihoods.items() if not is_fixed(each) for its in found), reverse=True
@@ -202,7 +204,12 @@ class SelfDrafting:
         for sequence, draft in drafts.items():
             found = likelihoods[sequence]
             count = len(found) if is_fixed(sequence) else sum(its >= least for its in found)
-            if count:
+            copies = scheduler.reserve(sequence, 1 + count)
+            if copies is None:  # what its own blocks hold
+                count = min(count, scheduler.num_slots_left(sequence) - 1)
+            else:
+                self._pool.copy_blocks(copies)
+            if count > 0:
                 sequence.proposal = draft.proposal(count)
                 self._rounds[sequence] = _Round(draft, sequence.proposal, len(sequence.token_ids))
 

@@ -24,30 +24,30 @@ def test_a_long_prompt_is_taken_in_piece_by_piece() -> None:
     piece = copies_module._MOST_AT_ONCE
     prompt = [*passage, *(rng.randrange(1000) for _ in range(2 * piece)), *passage[:10]]
     found, long = Copies(MOST), sequence(prompt)
-    assert not found.draft(long, 8, 0.0, False).copied.proposal
-    assert not found.draft(long, 8, 0.0, False).copied.proposal
-    assert found.draft(long, 8, 0.0, False).proposal(8).token_ids == tuple(passage[10:18])
+    assert not found.draft(long, 8, 8, 0.0, False).copied.proposal
+    assert not found.draft(long, 8, 8, 0.0, False).copied.proposal
+    assert found.draft(long, 8, 8, 0.0, False).proposal(8).token_ids == tuple(passage[10:18])
 
 
 def test_what_is_no_longer_here_is_past_and_its_tenants_own() -> None:
     found = Copies(MOST)
     first = sequence([1, 2, 3])
-    found.draft(first, 4, 0.0, False)
+    found.draft(first, 4, 4, 0.0, False)
     first.token_ids += list(range(100, 140))
     found.sweep({first})
     found.sweep(set())
     assert not found._manuscripts
     assert found._source.num_tokens == 40
-    assert found.draft(sequence([*range(100, 110)]), 4, 0.0, False).proposal(4).token_ids == (110, 111, 112, 113)
-    assert not found.draft(sequence([*range(100, 110)], tenant=1), 4, 0.0, False).likelihoods
+    assert found.draft(sequence([*range(100, 110)]), 4, 4, 0.0, False).proposal(4).token_ids == (110, 111, 112, 113)
+    assert not found.draft(sequence([*range(100, 110)], tenant=1), 4, 4, 0.0, False).likelihoods
 
 
 def test_without_a_seed_copies_are_certain_of_themselves() -> None:
     found = Copies(MOST)
     text = [*range(20), *range(8)]
-    seeded = found.draft(sequence(text), 4, 0.0, False).proposal(3)
+    seeded = found.draft(sequence(text), 4, 4, 0.0, False).proposal(3)
     assert (seeded.token_ids, seeded.candidate_counts) == ((8, 9, 10), ())
-    unseeded = found.draft(sequence(text, seed=None), 4, 0.0, False).proposal(2)
+    unseeded = found.draft(sequence(text, seed=None), 4, 4, 0.0, False).proposal(2)
     assert (unseeded.token_ids, unseeded.candidate_counts) == ((8, 9), (1, 1))
     assert unseeded.candidate_ids == (8).to_bytes(4, "little") + (9).to_bytes(4, "little")
 
@@ -57,7 +57,7 @@ def test_many_that_come_and_go_leave_no_more_than_is_remembered() -> None:
     assert isinstance(found._source, SuffixSource)
     for _ in range(200):
         each = sequence([rng.randrange(50) for _ in range(40)])
-        found.draft(each, 4, 0.0, True)
+        found.draft(each, 4, 4, 0.0, True)
         each.token_ids += [rng.randrange(50) for _ in range(30)]
         found.sweep({each})
         found.sweep(set())
