@@ -47,3 +47,4 @@ def distill(
     with following(console, "draft") as on_progress:
         made = session.distill(target, wanted, learnt_from, minutes, out, console.print, on_progress)
     console.print(write_draft_card(out, made))
+    session.forget(out)

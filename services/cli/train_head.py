@@ -53,3 +53,4 @@ def train_head(
     with following(console, kind.value) as on_progress:
         made = session.train_head(target, wanted, learnt_from, minutes, out, console.print, on_progress)
     console.print(write_head_card(out, kind.value, made))
+    session.forget(out)

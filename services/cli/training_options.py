@@ -22,4 +22,6 @@ SamplesOption = Annotated[
     int | None, typer.Option(metavar="N", min=4096, help="Train on so many tokens that the target writes instead.")
 ]
 MinutesOption = Annotated[float, typer.Option(metavar="M", min=0.01, help="How long, if it improves for so long.")]
-SeedOption = Annotated[int, typer.Option(metavar="N", help="The same seed sees the same text.")]
+SeedOption = Annotated[
+    int, typer.Option(metavar="N", min=0, max=(1 << 32) - 1, help="The same seed sees the same text.")
+]

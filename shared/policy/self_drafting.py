@@ -128,7 +128,7 @@ class SelfDraftingPolicy:
             at.drafts = not at.drafts
         one, other = at.of(at.drafts), at.of(not at.drafts)
         lost = max(0.0, 1 - other.rate / one.rate) if one.rate > 0 else 0.0
-        trial = _TRIAL_STEPS * other.step_seconds
+        trial = _TRIAL_STEPS * max(other.step_seconds, one.step_seconds)
         at.next_trial = self._clock() + max(trial * lost / _TRIAL_SHARE, trial * _LEAST_TRIALS_APART)
 
     def _price(self, load: int) -> float:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.paged import attend
@@ -64,7 +63,7 @@ class EagleHead(nn.Module):
     """One layer, over what is fused from the target's states, or from the head's own where it goes on.
 
     Its KV at position i is of the token at i + 1 beside what was seen at i. `token_ids`: which tokens the logits are,
-    where the head's vocabulary is not the target's.
+    where the head's vocabulary is not the target's. `rotary`: cosines and sines of positions, once it is loaded.
     """
 
     token_ids: Tensor | None
@@ -88,6 +87,7 @@ class EagleHead(nn.Module):
         self.output_norm = nn.RMSNorm(hidden, config.rms_norm_eps) if eagle3 or shape.norms_output else None
         self.out = nn.Linear(hidden, shape.draft_vocab_size, bias=False) if shape.own_out else None
         self.register_buffer("token_ids", None)
+        self.rotary: nn.Module | None = None
 
     def see(self, captured: Tensor) -> Tensor:
         """What it makes of the target's states, `[T, layers, target_hidden]` to `[T, hidden]`."""
@@ -160,8 +160,8 @@ class Eagle:
         self._head = head
         self._model = model
         self._pool = pool
-        rotary: Any = LlamaRotaryEmbedding(head.shape.config)
-        self._rotary = rotary.to(model.device)
+        assert head.rotary is not None
+        self._rotary = head.rotary
         self._pending: WeakKeyDictionary[Sequence, _Pending] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[Sequence, _Seen] = WeakKeyDictionary()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shared.engine.model import CausalLM
 from shared.self_drafting.eagle import EagleHead, EagleShape
@@ -41,6 +43,8 @@ def eagle_head(files: HeadFiles, model: CausalLM) -> EagleHead:
     except RuntimeError as error:
         raise files.error(f"does not fit {model.name}: {' '.join(str(error).split())[:400]}") from error
     head = head.to(model.device, model.dtype).eval()
+    rotary: Any = LlamaRotaryEmbedding(shape.config)  # which stays in float32
+    head.rotary = rotary.to(model.device)
     if offsets is not None:
         head.token_ids = _token_ids(files, offsets, shape, model).to(model.device)
     elif shape.draft_vocab_size != model.vocab_size:
@@ -74,8 +78,17 @@ def _shape(files: HeadFiles, weights: dict[str, Tensor], model: CausalLM) -> Eag
     for option in _UNKNOWN_OPTIONS:
         if raw.get(option):
             raise files.error(f"has {option} set, which is not supported")
+    norm_before_residual = raw.get("norm_before_residual", False)
+    if not isinstance(norm_before_residual, bool):
+        raise files.error(f"has norm_before_residual {norm_before_residual!r}: it must be true or false")
     layer: dict[str, Any] = raw.get("transformer_layer_config", raw)
     config = LlamaConfig(**{**layer, "architectures": None})
+    theta = float((config.rope_parameters or {}).get("rope_theta") or 0.0)
+    if config.hidden_act != "silu" or config.mlp_bias or not (math.isfinite(theta) and theta > 0):
+        raise files.error(
+            f"has hidden_act {config.hidden_act}, mlp_bias {config.mlp_bias} and rope_theta {theta}: silu, false and "
+            "more than 0 are supported"
+        )
     if config.num_hidden_layers != 1:
         raise files.error(f"has {config.num_hidden_layers} layers: one is supported")
     eagle3 = "layer.hidden_norm.weight" in weights
@@ -121,7 +134,7 @@ def _shape(files: HeadFiles, weights: dict[str, Tensor], model: CausalLM) -> Eag
         norms_input="layer.input_layernorm.weight" in weights,
         norms_token="embed_layernorm.weight" in weights,
         norms_output="lm_head_layernorm.weight" in weights,
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_residual=norm_before_residual,
         fuse_bias="fc.bias" in weights,
         attention_bias="layer.self_attn.q_proj.bias" in weights,
         own_embedding=own_embedding,

@@ -15,8 +15,10 @@ from shared.engine.source import check_source
 from shared.settings import StartupError
 
 _CONFIG = "config.json"
+_MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+_EAGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # In the order in which they are looked for.
-_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+_WEIGHTS = (*_MEDUSA_WEIGHTS, *_EAGLE_WEIGHTS)
 
 
 class HeadFiles:
@@ -45,7 +47,15 @@ class HeadFiles:
         return StartupError(f"head {self.source} {why}")
 
 
+def remove_weights(folder: Path) -> None:
+    """Of any head that is there: another is about to be written."""
+    for name in _WEIGHTS:
+        (folder / name).unlink(missing_ok=True)
+
+
 def _read(folder: Path) -> dict[str, Tensor]:
+    if all(any((folder / name).is_file() for name in names) for names in (_MEDUSA_WEIGHTS, _EAGLE_WEIGHTS)):
+        raise ValueError("it has weights of two heads, a Medusa's and another's")
     for name in _WEIGHTS:
         path = folder / name
         if not path.is_file():
@@ -53,8 +63,11 @@ def _read(folder: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         # Tensors alone: of a pickle nothing is executed.
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
+        weights: Any = torch.load(path, map_location="cpu", weights_only=True)
+        named = isinstance(weights, dict) and all(
+            isinstance(key, str) and isinstance(each, Tensor) for key, each in weights.items()
+        )
+        if not named:
             raise ValueError(f"{name} holds something else than weights by name")
-        return weights
+        return dict(weights)
     raise ValueError(f"it has none of {', '.join(_WEIGHTS)}")

@@ -16,6 +16,7 @@ from shared.self_drafting.eagle_files import eagle_head, fingerprint
 from shared.self_drafting.head_files import HeadFiles
 from shared.self_drafting.medusa import Medusa
 from shared.self_drafting.medusa_files import is_medusa, medusa_heads
+from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,22 @@ def load_head(source: str, model: CausalLM) -> Callable[[CausalLM, KVPool], Self
     weights.
     """
     files = HeadFiles(source)
+    try:
+        return _load(files, model)
+    except StartupError:
+        raise
+    except Exception as error:
+        # What a damaged head makes torch and transformers raise is of no one class.
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise files.error(f"cannot be made sense of ({why})") from error
+
+
+def _load(files: HeadFiles, model: CausalLM) -> Callable[[CausalLM, KVPool], SelfDrafter]:
+    extra: dict[str, object] = {"head": files.source}
     if is_medusa(files.weights):
         heads = medusa_heads(files, model)
         model.capture([model.num_layers])
-        logger.info("heads loaded", extra={"head": source, "kind": Medusa.source, "count": len(heads)})
+        logger.info("heads loaded", extra=extra | {"kind": Medusa.source, "count": len(heads)})
         for each in heads:
             _pack(each, model)
         return lambda model, pool: Medusa(heads, model.dtype)
@@ -39,7 +52,7 @@ def load_head(source: str, model: CausalLM) -> Callable[[CausalLM, KVPool], Self
     shape = head.shape
     model.extend_kv(1, fingerprint(files))
     model.capture(shape.captured_layers)
-    logger.info("head loaded", extra={"head": source, "kind": shape.kind, "sees": shape.captured_layers})
+    logger.info("head loaded", extra=extra | {"kind": shape.kind, "sees": shape.captured_layers})
     _pack(head, model)
     return lambda model, pool: Eagle(head, model, pool)
 

@@ -38,8 +38,13 @@ class Corpus(NamedTuple):
 
 
 def read_texts(folder: Path, pattern: str, seed: int) -> list[str]:
-    """All files below `folder` whose names match `pattern`, in an order that `seed` gives."""
-    paths = sorted(path for path in folder.rglob(pattern) if path.is_file() and path.stat().st_size <= _MOST_FILE_BYTES)
+    """All files below `folder` whose names match `pattern`, in an order that `seed` gives. Raises
+    StartupError for a pattern that is none."""
+    try:
+        found = [path for path in folder.rglob(pattern) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise StartupError(f"pattern {pattern} matches no names: {error}") from error
+    paths = sorted(path for path in found if path.stat().st_size <= _MOST_FILE_BYTES)
     random.Random(seed).shuffle(paths)
     return [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
 
@@ -69,13 +74,23 @@ def split(tokens: Tensor, length: int) -> Corpus:
 def sample_corpus(target: Any, tokenizer: Any, num_tokens: int, length: int, seed: int) -> Corpus:
     """What the target itself writes at temperature 1, from its end-of-text token or its first on."""
     torch.manual_seed(seed)
-    first = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+    end = tokenizer.eos_token_id
+    first = 0 if end is None else end
     num_rows = 16
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         start = torch.full((num_rows, 1), first, device=target.device)
         drawn = target.generate(
-            start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, max_new_tokens=length, pad_token_id=0
+            start,
+            attention_mask=torch.ones_like(start),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=length,
+            pad_token_id=first,
         )
-        tokens += drawn.flatten().tolist()
+        for row in drawn[:, 1:].tolist():  # behind its end a row is filled up
+            tokens += row[: row.index(end) + 1] if end in row else row
     return split(torch.tensor(tokens, dtype=torch.int64), length)

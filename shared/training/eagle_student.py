@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shared.self_drafting.eagle import EagleHead, EagleShape, turn
 from shared.self_drafting.eagle_files import usual_layers
+from shared.self_drafting.head_files import remove_weights
 from shared.training.teacher import Lesson, Teacher
 
 
@@ -89,6 +90,7 @@ class EagleStudent:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_weights(folder)
         weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in published(self._head).items()}
         vocab_size = self._head.shape.draft_vocab_size
         weights["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
@@ -145,9 +147,9 @@ def _layer_config(config: Any) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         num_hidden_layers=1,
         bos_token_id=config.bos_token_id,

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shared.self_drafting.head_files import remove_weights
 from shared.self_drafting.medusa import MedusaHead, ResidualBlock
 from shared.training.teacher import Lesson, Teacher
 
@@ -52,6 +53,7 @@ class MedusaStudent:
                 weights[f"{i}.{j}.linear.bias"] = block.linear.bias
             weights[f"{i}.{len(head.blocks)}.weight"] = head.out.weight
         folder.mkdir(parents=True, exist_ok=True)
+        remove_weights(folder)
         half = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
         save_file(half, folder / "medusa_lm_head.safetensors")
         config = {"medusa_num_heads": len(self._heads), "medusa_num_layers": _NUM_BLOCKS}

@@ -6,6 +6,7 @@ As Minitron does it (Muralidharan et al. 2024).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,8 @@ class Importance:
 
 @torch.no_grad()
 def measure_importance(teacher: Teacher, batches: Iterable[Tensor]) -> Importance:
-    """Runs the batches `[B, T]` through the target."""
+    """Runs the batches `[B, T]` through the target. Raises StartupError if it is of no class that is known."""
+    _check_family(teacher)
     model, layers = teacher.model, teacher.layers
     kv_heads = teacher.config.num_key_value_heads
     turned: list[list[Tensor]] = [[] for _ in layers]
@@ -80,16 +82,21 @@ def prune(teacher: Teacher, importance: Importance, num_layers: int, width: floa
     """The target with so many of its layers, and the share `width` of channels, heads and neurons: in float32, on the
     CPU, as a model of the same class. Raises StartupError if it is of no class that is known, or nothing were left."""
     source = teacher.model
-    if type(source) not in _FAMILIES:
-        known = ", ".join(each.__name__ for each in _FAMILIES)
-        raise StartupError(f"model {teacher.name} is a {type(source).__name__}: a draft is cut out of {known}")
+    _check_family(teacher)
     if not 1 <= num_layers <= len(teacher.layers):
         raise StartupError(f"layers is {num_layers}: it must be from 1 to the {len(teacher.layers)} of {teacher.name}")
     config = copy.deepcopy(source.config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fold = config.num_attention_heads // config.num_key_value_heads
     num_groups = max(1, round(config.num_key_value_heads * width))
-    channels = _largest(importance.channels, _rounded(config.hidden_size * width, config.hidden_size))
+    # transformers wants whole numbers of channels for each head, whatever a head's size is.
+    unit = math.lcm(8, num_groups * fold)
+    if unit > config.hidden_size:
+        raise StartupError(
+            f"width is {width:g}: {num_groups * fold} heads do not go into {config.hidden_size} channels"
+        )
+    num_channels = min(max(unit, unit * round(config.hidden_size * width / unit)), config.hidden_size // unit * unit)
+    channels = _largest(importance.channels, num_channels)
     num_neurons = _rounded(config.intermediate_size * width, config.intermediate_size)
     # What comes in, and the deepest states, are nobody else's to make.
     kept = _largest(importance.layers, num_layers).tolist()
@@ -118,6 +125,12 @@ def prune(teacher: Teacher, importance: Importance, num_layers: int, width: floa
             neurons = _largest(importance.neurons[index], num_neurons)
             _copy_layer(layer, teacher.layers[index], channels, queries, keys, neurons)
     return pruned
+
+
+def _check_family(teacher: Teacher) -> None:
+    if type(teacher.model) not in _FAMILIES:
+        known = ", ".join(each.__name__ for each in _FAMILIES)
+        raise StartupError(f"model {teacher.name} is a {type(teacher.model).__name__}: a draft is cut out of {known}")
 
 
 def _copy_layer(to: Any, source: Any, channels: Tensor, queries: Tensor, keys: Tensor, neurons: Tensor) -> None:

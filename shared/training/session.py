@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -12,8 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shared.engine.fingerprint import model_fingerprint
 from shared.models.demo.train import shuffled_corpus
 from shared.self_drafting.trial import Trial, try_head
+from shared.settings import StartupError
 from shared.training.corpus import Corpus, corpus_of, read_texts, sample_corpus
 from shared.training.draft_student import DraftStudent
 from shared.training.eagle_student import EagleStudent
@@ -21,7 +24,9 @@ from shared.training.medusa_student import MedusaStudent
 from shared.training.pruning import measure_importance, prune
 from shared.training.student import Student
 from shared.training.teacher import Teacher
-from shared.training.trainer import Lessons, Progress, Trainer
+from shared.training.trainer import Lessons, Progress, Trainer, forget
+
+__all__ = ["MadeDraft", "MadeHead", "Text", "WantedDraft", "WantedHead", "distill", "forget", "train_head"]
 
 # What it is tried on: so many held-out texts of so many tokens, and so many tokens behind each.
 _NUM_PROMPTS = 12
@@ -93,14 +98,14 @@ def train_head(
 
     Raises StartupError, with one clear line, if the target cannot be loaded or nothing can be learnt from the text.
     """
-    lessons = Lessons(minutes, seed=text.seed)
-    teacher, corpus = _prepare(target, text, lessons.length, on_stage)
+    teacher, corpus, lessons = _prepare(target, text, minutes, on_stage)
     student: Student
     if wanted.kind == "medusa":
         student = MedusaStudent(teacher, wanted.num_steps)
     else:
         student = EagleStudent(teacher, wanted.num_steps)
-    agreements = Trainer(teacher, student, corpus, folder, lessons).run(on_progress)
+    identity = f"{wanted.kind} of {wanted.num_steps} tokens for {_identity(teacher, text)}"
+    agreements = Trainer(teacher, student, corpus, folder, lessons, identity).run(on_progress)
     on_stage("trying it in service")
     apart = max(_PROMPT_TOKENS, len(corpus.held_out) // _NUM_PROMPTS)
     prompts = [part[:_PROMPT_TOKENS].tolist() for part in torch.split(corpus.held_out, apart)][:_NUM_PROMPTS]
@@ -121,22 +126,29 @@ def distill(
 
     Raises StartupError likewise, and for a target that nothing can be cut out of.
     """
-    lessons = Lessons(minutes, seed=text.seed)
-    teacher, corpus = _prepare(target, text, lessons.length, on_stage)
+    teacher, corpus, lessons = _prepare(target, text, minutes, on_stage)
     on_stage("measuring what of the target matters")
     batches = corpus.batches(lessons.num_rows, lessons.length, lessons.seed)
     importance = measure_importance(teacher, itertools.islice(batches, _IMPORTANCE_BATCHES))
     draft = prune(teacher, importance, wanted.num_layers, wanted.width)
     student = DraftStudent(teacher, draft)
-    [agreement] = Trainer(teacher, student, corpus, folder, lessons).run(on_progress)
+    identity = f"a draft of {wanted.num_layers} layers and width {wanted.width:g} of {_identity(teacher, text)}"
+    [agreement] = Trainer(teacher, student, corpus, folder, lessons, identity).run(on_progress)
     num_rows = min(len(corpus.held_out) // lessons.length, _ACCEPTANCE_ROWS)
     rows = corpus.held_out[: num_rows * lessons.length].view(num_rows, lessons.length)
     return MadeDraft(teacher.name, draft.num_parameters(), agreement, acceptance(student, teacher, rows))
 
 
-def _prepare(target: str, text: Text, length: int, on_stage: Callable[[str], None]) -> tuple[Teacher, Corpus]:
+def _prepare(
+    target: str, text: Text, minutes: float, on_stage: Callable[[str], None]
+) -> tuple[Teacher, Corpus, Lessons]:
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise StartupError(f"minutes is {minutes}: it must be more than 0, and end")
     on_stage("loading the target")
     teacher = Teacher(target)
+    lessons = Lessons(minutes, seed=text.seed)
+    lessons = replace(lessons, length=min(lessons.length, teacher.config.max_position_embeddings))
+    length = lessons.length
     on_stage("reading text" if text.samples is None else "the target writes")
     if text.samples is not None:
         corpus = sample_corpus(teacher.model, teacher.tokenizer, text.samples, length, text.seed)
@@ -145,7 +157,12 @@ def _prepare(target: str, text: Text, length: int, on_stage: Callable[[str], Non
     else:
         corpus = corpus_of(read_texts(text.folder, text.pattern, text.seed), teacher.tokenizer, length)
     on_stage(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
-    return teacher, corpus
+    return teacher, corpus, lessons
+
+
+def _identity(teacher: Teacher, text: Text) -> str:
+    where = f"{text.samples} samples" if text.samples is not None else f"{text.folder or 'the library'} {text.pattern}"
+    return f"{teacher.name} {model_fingerprint(teacher.model, 0)[:12]} on {where}, seed {text.seed}"
 
 
 @torch.no_grad()

@@ -50,21 +50,32 @@ class Progress:
 
 
 class Trainer:
-    """Keeps its state beside what it writes, in `training.pt`: with the same folder it goes on from there."""
+    """Keeps its state beside what it writes, in `training.pt`: with the same folder it goes on from there, until what
+    came of it is told and the state is not needed any more (`forget`)."""
 
-    def __init__(self, teacher: Teacher, student: Student, corpus: Corpus, folder: Path, lessons: Lessons) -> None:
-        """Raises StartupError if the folder holds the state of another training."""
+    def __init__(
+        self, teacher: Teacher, student: Student, corpus: Corpus, folder: Path, lessons: Lessons, identity: str
+    ) -> None:
+        """`identity`: what is learnt from what. Raises StartupError if the folder cannot be written to, or holds the
+        state of another training."""
         self._teacher = teacher
         self._student = student
         self._corpus = corpus
         self._folder = folder
         self._lessons = lessons
+        self._identity = identity
+        self._done = False
         self._optimizer = torch.optim.AdamW(student.module.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
         self._step = 0
         self._seconds = 0.0
         self._best: list[float] = []
         self._num_worse = 0
         self._weights: dict[str, Tensor] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{_STATE}.new").touch()
+        except OSError as error:
+            raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
         self._resume()
 
     def run(self, on_progress: Callable[[Progress], None]) -> list[float]:
@@ -79,7 +90,7 @@ class Trainer:
         for batch in batches:
             self._seconds = time.monotonic() - began
             share = self._seconds / (60 * lessons.minutes)
-            if share >= 1 or self._num_worse >= lessons.patience:
+            if self._done or share >= 1 or self._num_worse >= lessons.patience:
                 break
             new_loss = self._learn(batch, share)
             loss = new_loss if math.isnan(loss) else 0.95 * loss + 0.05 * new_loss
@@ -87,10 +98,11 @@ class Trainer:
                 checked_at = self._seconds
                 agreements = self._check()
             on_progress(Progress(share, self._step, loss, agreements))
-        self._check()
+        if not self._done:
+            self._done = True
+            self._check()
         self._student.module.load_state_dict(self._weights)
         self._student.write(self._folder)
-        (self._folder / _STATE).unlink(missing_ok=True)
         on_progress(Progress(1.0, self._step, loss, self._best))
         return self._best
 
@@ -122,7 +134,6 @@ class Trainer:
             self._weights = {name: each.clone() for name, each in self._student.module.state_dict().items()}
         else:
             self._num_worse += 1
-        self._folder.mkdir(parents=True, exist_ok=True)
         new = self._folder / f"{_STATE}.new"
         torch.save(self._state(), new)
         new.replace(self._folder / _STATE)
@@ -130,7 +141,8 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "kind": self._student.kind,
+            "identity": self._identity,
+            "done": self._done,
             "step": self._step,
             "seconds": self._seconds,
             "best": self._best,
@@ -146,8 +158,9 @@ class Trainer:
             return
         try:
             state = torch.load(path, weights_only=True)
-            if state["kind"] != self._student.kind:
-                raise ValueError(f"it is of a head of kind {state['kind']}")
+            if state["identity"] != self._identity:
+                raise ValueError(f"it is of {state['identity']}, not of {self._identity}")
+            self._done = state["done"]
             self._student.module.load_state_dict(state["module"])
             self._optimizer.load_state_dict(state["optimizer"])
             self._step, self._seconds = state["step"], state["seconds"]
@@ -155,6 +168,12 @@ class Trainer:
         except Exception as error:  # whatever is wrong with a file
             reason = " ".join(str(error).split())[:200]
             raise StartupError(f"{path} cannot be gone on from ({reason}): move it away to begin anew") from error
+
+
+def forget(folder: Path) -> None:
+    """The training in that folder is over."""
+    (folder / _STATE).unlink(missing_ok=True)
+    (folder / f"{_STATE}.new").unlink(missing_ok=True)
 
 
 def expected(agreements: list[float]) -> float:

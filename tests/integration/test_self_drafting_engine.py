@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.sampling.params import SamplingParams, SelfDraft
+from shared.sampling.proposal import Proposal
 from shared.sampling.verifier import verify
 from shared.self_drafting.drafter import Growing
 from shared.self_drafting.rounds import SelfDrafting
@@ -234,3 +236,96 @@ def test_a_drafter_that_fails_is_left_out(fails_at: str, tmp_path: Path, caplog:
 def test_what_cannot_draft_ends_the_start_in_one_line(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=match):
         engine_of(tiny_llama(tmp_path), **fields)
+
+
+def steps_to(engine: Engine, done: Any, most: int = 400) -> int:
+    """Steps until that holds."""
+    for count in range(most):
+        if done():
+            return count
+        assert engine.step() is not None
+    raise AssertionError(f"not within {most} steps")
+
+
+@pytest.mark.parametrize("kind", ["copies", "medusa", "early exit"])
+@pytest.mark.parametrize("wanted", [SelfDraft(), SelfDraft(3, 40)], ids=str)
+def test_what_is_drafted_fits_the_pool(kind: str, wanted: SelfDraft, tmp_path: Path) -> None:
+    """A sequence that fills the pool to its last position: nothing waits, and nobody is preempted for drafts."""
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, **drafts_with(kind, target, tmp_path / "head"), num_blocks=6)
+    alone = sequence([9] * 60, max_tokens=36, self_draft=wanted, logit_bias={9: 100.0})
+    assert write(engine, [alone]) == [[9] * 36]
+    assert engine.scheduler.num_preempted == 0
+    two = [sequence([9] * 30, max_tokens=17, self_draft=wanted, logit_bias={9: 100.0}) for _ in range(2)]
+    assert write(engine, two) == [[9] * 17] * 2
+    assert engine.scheduler.num_preempted == 0
+
+
+def test_copies_end_where_the_output_does(tmp_path: Path) -> None:
+    """Where positions are learnt, nothing can be computed beyond the last."""
+    engine = engine_of(tiny_checkpoint("gpt2", tmp_path), copied_tokens=5000)
+    last = sequence([9] * 200, max_tokens=56, self_draft=SelfDraft(), logit_bias={9: 100.0})
+    assert write(engine, [last]) == [[9] * 56]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forks_of_a_prompt_of_one_token(kind: str, tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, **drafts_with(kind, target, tmp_path / "head"))
+    first, *forks = (
+        sequence([7], temperature=0.8, seed=3, sequence_index=i, self_draft=SelfDraft(3)) for i in range(3)
+    )
+    first.forks = list(forks)
+    before = engine.drafts_with
+    write(engine, [first])
+    assert engine.drafts_with == before
+
+
+@pytest.mark.parametrize(("budget", "load", "wanted"), [(17, 1, SelfDraft(8, 16)), (512, 32, SelfDraft(4, 16))])
+def test_prompts_do_not_starve_behind_drafts(budget: int, load: int, wanted: SelfDraft, tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path), early_exit=1, max_batch_tokens=budget, num_blocks=400)
+    prompts = random_prompts(8)
+    running = [sequence(next(prompts), max_tokens=200, self_draft=wanted) for _ in range(load)]
+    for each in running:
+        engine.scheduler.add(each)
+    steps_to(engine, lambda: all(len(each.token_ids) > 10 for each in running))
+    new = sequence(next(random_prompts(20)), max_tokens=4)
+    engine.scheduler.add(new)
+    assert steps_to(engine, lambda: len(new.token_ids) > 20) <= 4
+
+
+def test_a_sequence_does_not_starve_behind_proposals_of_the_router(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path), early_exit=1, max_batch_tokens=17)
+    prompts = random_prompts(8)
+    one, other = sequence(next(prompts), max_tokens=300), sequence(next(prompts), self_draft=SelfDraft(8))
+    one.num_steps = 1
+    for each in (one, other):
+        engine.scheduler.add(each)
+    for _ in range(60):
+        if other.finish:
+            break
+        engine.step()
+        if one.num_steps == 0:
+            one.proposal, one.num_steps = Proposal((5,) * 12), 1
+    assert other.finish
+
+
+def test_fixed_shapes_do_not_keep_others_from_drafting(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=200)
+    prompts = random_prompts(8)
+    fixed = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft(2))
+    free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
+    engine.scheduler.add(fixed)
+    engine.scheduler.add(free)
+    policy = engine._proposer._policy  # type: ignore[union-attr]
+    chosen: list[bool] = []
+    decide = policy.drafts
+
+    def note(load: int) -> bool:
+        chosen.append(decide(load))
+        return chosen[-1]
+
+    policy.drafts = note
+    steps_to(engine, lambda: bool(fixed.finish and free.finish), 700)
+    runs = [len(list(run)) for drafts, run in itertools.groupby(chosen) if not drafts]
+    assert max(runs, default=0) <= 8

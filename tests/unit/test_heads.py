@@ -213,6 +213,7 @@ def refused(target: Path, head: Path, match: str) -> None:
     with pytest.raises(StartupError, match=match) as error:
         load_head(str(head), model)
     assert "\n" not in str(error.value)
+    assert str(error.value).startswith(("head ", "there is no"))
 
 
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(target: Path, tmp_path: Path) -> None:
@@ -241,6 +242,8 @@ def test_a_medusa_of_another_model_or_not_whole_is_refused(target: Path, tmp_pat
     refused(target, write_medusa(tmp_path / "c", without(weights, "2.1.weight")), "lacks heads")
     narrow = weights | {"1.0.linear.weight": torch.zeros(8, 8)}
     refused(target, write_medusa(tmp_path / "d", narrow), "has a head 1 of other shapes")
+    flat = weights | {"0.1.weight": torch.tensor(1.0)}
+    refused(target, write_medusa(tmp_path / "f", flat), "cannot be made sense of")
     refused(target, write_medusa(tmp_path / "e", weights | {"stranger": torch.zeros(1)}), "weights of no Medusa")
 
 
@@ -261,6 +264,24 @@ def test_an_eagle_of_another_model_or_not_whole_is_refused(target: Path, tmp_pat
         ("short d2t", weights | {"d2t": torch.zeros(100, dtype=torch.int64)}, said, "a d2t of 100 tokens"),
         ("wide", weights | {"midlayer.self_attn.q_proj.weight": torch.zeros(64, 64)}, said, "Sizes of tensors|fit"),
         ("vocabulary", weights | {"embed_tokens.weight": torch.zeros(100, 64)}, said, "embeds 100 tokens"),
+    ]
+    layered = speculators_config(config, "eagle3", draft_vocab_size=128)
+    spoilt_configs: dict[str, dict[str, Any]] = {
+        "ids": {"eagle_aux_hidden_state_layer_ids": "012"}, "ids of text": {"eagle_aux_hidden_state_layer_ids": ["a"]},
+        "no ids": {"eagle_aux_hidden_state_layer_ids": 3}, "heads": {"num_attention_heads": 0},
+        "odd heads": {"num_attention_heads": 3}, "dim": {"head_dim": 15}, "eps": {"rms_norm_eps": None},
+        "hidden": {"hidden_size": -64}, "theta": {"rope_theta": "x"}, "no theta": {"rope_theta": 0},
+        "scaling": {"rope_scaling": {"rope_type": "nonsense"}}, "act": {"hidden_act": "gelu"},
+        "flag": {"norm_before_residual": "false"}, "biases": {"mlp_bias": True},
+    }  # fmt: skip
+    for name, spoilt in spoilt_configs.items():
+        cases.append((name, weights, said | spoilt, "head"))
+    cases += [
+        ("layer", weights, layered | {"transformer_layer_config": None}, "head"),
+        ("layers of text", weights, layered | {"transformer_layer_config": "x"}, "head"),
+        ("flat", weights | {"fc.weight": torch.zeros(192)}, said, "head"),
+        ("number", weights | {"lm_head.weight": torch.tensor(1.0)}, said, "head"),
+        ("deep d2t", weights | {"d2t": torch.zeros(2, 64, dtype=torch.int64)}, said, "head"),
     ]
     for name, its, config_said, match in cases:
         refused(target, write_head(tmp_path / name, its, config_said), match)

@@ -89,6 +89,22 @@ def test_it_comes_back_when_it_begins_to_pay() -> None:
     assert serve(policy, clock, 1, 3.0, 0.015, 1000)[1] > 0.9
 
 
+def test_steps_that_bring_nothing_end_nobody() -> None:
+    policy = SelfDraftingPolicy(flat(), Clock())
+    for _ in range(100):
+        policy.observe(1, policy.drafts(1), 0, 0.001)
+
+
+def test_a_trial_ends_whatever_is_seen_of_it() -> None:
+    """Where steps say nothing, as others drafted in them anyway."""
+    clock = Clock()
+    policy = SelfDraftingPolicy(flat(), clock)
+    for _ in range(20):
+        policy.observe(1, True, 2, 0.01)
+    chosen = [policy.drafts(1) for _ in range(20)]
+    assert chosen == [False] * 8 + [True] * 12
+
+
 def test_a_further_step_of_the_drafter_must_bring_what_its_time_is_worth() -> None:
     clock = Clock()
     policy = SelfDraftingPolicy(flat(), clock)
