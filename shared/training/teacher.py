@@ -67,8 +67,9 @@ class Teacher:
         return weight
 
     def embed(self, token_ids: Tensor) -> Tensor:
+        """`[B, T]` to `[B, T, hidden]`, in float32."""
         embedded: Tensor = self.model.get_input_embeddings()(token_ids)
-        return embedded
+        return embedded.float()
 
     def capture(self, layers: Sequence[int]) -> None:
         """What lessons are to hold; once. See `CausalLM.capture`."""
