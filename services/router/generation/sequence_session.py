@@ -200,6 +200,8 @@ class SequenceSession:
         drafted = entry.result.num_draft_tokens if _is_round(entry.result) else 0
         if drafted and proposal is not None:
             self._proposal = proposal
+            # A worker that does not say who drafted has a model and no more.
+            proposal.source = proposal.source or inference_pb2.DRAFT_SOURCE_MODEL
             if proposal.parents:
                 return entry  # which says nothing of chains
         if proposal is not None and len(proposal.token_ids) < num_draft_tokens:
