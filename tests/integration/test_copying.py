@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.cli.stack import Stack
-from shared.models import DEMO_DRAFT, DEMO_HEADS, DEMO_TARGET
+from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.settings import EXIT_CONFIG
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.greedy import Reference, python_prompts, references
@@ -31,13 +31,12 @@ HALFWAY_CHUNKS = 8
 SHAPES: list[tuple[int | None, int | None]] = [(1, None), (8, None), (None, None), (3, 16)]
 
 
-# By a draft worker, without a model and with one; by the target itself, without a head and with one.
+# By a draft worker, without a model and with one; by the target itself.
 IN_TARGET = {"OUTRIDER_TARGET_COPIED_TOKENS": "100000"}
 PLACES: dict[str, dict[str, Any]] = {
     "alone": {"draft": "none"},
     "beside": {"draft": str(DEMO_DRAFT)},
     "in the target": {"draft": None, "environment": {"target-0": IN_TARGET}},
-    "beside a head": {"draft": None, "head": str(DEMO_HEADS / "eagle3"), "environment": {"target-0": IN_TARGET}},
 }
 
 
