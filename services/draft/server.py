@@ -118,11 +118,11 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         in_tree = in_tree and lane.sequence.params.coupled
         most_tokens = propose.num_nodes if in_tree else min(propose.num_draft_tokens, room)
         may_copy = not propose.sources or inference_pb2.DRAFT_SOURCE_SUFFIX in propose.sources
-        asks_model = not propose.sources or inference_pb2.DRAFT_SOURCE_MODEL in propose.sources
+        wants_model = not propose.sources or inference_pb2.DRAFT_SOURCE_MODEL in propose.sources
         copied = Copied()
         if may_copy:
             copied = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
-        asks_model = asks_model and self._has_model
+        asks_model = wants_model and self._has_model
         if not asks_model or copied.num_expected > drafter.num_expected(propose.num_draft_tokens):
             manuscript.proposed = copied
             drafter.rest()

@@ -23,7 +23,8 @@ class TargetSettings(WorkerSettings):
     head: str | None = Field(
         default=None,
         min_length=1,
-        description="A head on this model's hidden states that drafts for it, Medusa or EAGLE: a local folder or a hub name.",
+        description="A head on this model's hidden states that drafts for it, Medusa or EAGLE: a local folder or a "
+        "hub name.",
     )
     early_exit: int | None = Field(
         default=None, ge=1, description="Draft with the model's first so many layers; where there is no head."

@@ -204,6 +204,8 @@ class SelfDrafting:
         for sequence, draft in drafts.items():
             found = likelihoods[sequence]
             count = len(found) if is_fixed(sequence) else sum(its >= least for its in found)
+            if count == 0:
+                continue
             copies = scheduler.reserve(sequence, 1 + count)
             if copies is None:  # what its own blocks hold
                 count = min(count, scheduler.num_slots_left(sequence) - 1)
