@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_TOKENS = 150
 PROMPT_LENGTHS = (12, 60, 150, 600)
-NUM_PROMPTS = 12
+NUM_PROMPTS = 8
 # Greedy, and seeded at a temperature that leaves near ties.
 SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
 

@@ -158,8 +158,10 @@ async def test_a_prefix_hit_changes_nothing(stack: Stack, demo_references: list[
 async def test_small_chunks_and_preemption_change_nothing(
     small_stack: Stack, demo_references: list[Reference], gamma: int | None
 ) -> None:
+    # Of every length, longest first: their blocks are what the others wait for.
+    expected = demo_references[::-2]
     async with inference(small_stack) as stub:
-        _, residency = await check(stub, demo_references, gamma, NUM_CONCURRENT)
+        _, residency = await check(stub, expected, gamma, NUM_CONCURRENT)
     # More sequences had begun, and would go on, than the pool can hold: some had lost their blocks meanwhile.
     assert residency.peak > SMALL_BLOCKS
     await wait_until_idle(small_stack)

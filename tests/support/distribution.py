@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LogitsProcessorList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -50,23 +51,24 @@ def exact(target: Path, prompt: Sequence[int], num_tokens: int, filters: Filters
     """P(t1, t2), P(t2, t3), ..., each [V, V], of tokens behind the prompt: what precedes the two is summed over."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     paths, weights = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
+    unseen, cache = paths, DynamicCache(config=model.config)
     pairs: list[Array] = []
     size = model.config.vocab_size
     for position in range(num_tokens):
         with torch.inference_mode():
-            logits = torch.cat(
-                [model(input_ids=part, use_cache=False).logits[:, -1] for part in torch.split(paths, 4096)]
-            )
+            logits = model(input_ids=unseen, past_key_values=cache, use_cache=True).logits[:, -1]
             conditional = filters.warpers()(paths, logits).double().softmax(-1)
         joint = weights[:, None] * conditional
         if position > 0:
             both = torch.zeros(size, size, dtype=torch.float64).index_add_(0, paths[:, -1], joint)
             pairs.append(both.numpy())
-        tokens = torch.arange(size).repeat(len(paths))[:, None]
-        paths = torch.cat([paths.repeat_interleave(size, 0), tokens], 1)
-        weights = joint.flatten()
         # Many filters leave few of them.
-        paths, weights = paths[weights > 0], weights[weights > 0]
+        before, tokens = joint.nonzero(as_tuple=True)
+        weights = joint[before, tokens]
+        unseen = tokens[:, None]
+        paths = torch.cat([paths[before], unseen], 1)
+        if position < num_tokens - 1:
+            cache.batch_select_indices(before)
     return pairs
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import array
 import asyncio
+import atexit
 import ctypes
+import gc
 import json
 import os
 import random
@@ -20,9 +22,10 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -131,6 +134,8 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for module in _IMPORTED:
         __import__(module)
+    # What is imported is never collected: each process would look through all of it, and copy what it looks at.
+    gc.freeze()
     while True:
         request, ancillary, _, _ = requests.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(array.array("i").itemsize))
         if not request:
@@ -143,15 +148,15 @@ def main() -> None:
             if pid == 0:
                 requests.close()
                 _become(json.loads(request), output)
-                return
             requests.send(str(pid).encode())
             os._exit(0)
         os.close(output)
         os.waitpid(between, 0)
 
 
-def _become(request: Mapping[str, Any], output: int) -> None:
-    """Is the service, to its end."""
+def _become(request: Mapping[str, Any], output: int) -> NoReturn:
+    """Is the service, to its end: which is at once behind what its modules do at exit, as taking all of them apart
+    would take a second and more of a core."""
     while os.getppid() != request["parent"]:
         time.sleep(0.001)
     os.setsid()
@@ -167,7 +172,19 @@ def _become(request: Mapping[str, Any], output: int) -> None:
     np.random.seed()
     module, *arguments = request["command"]
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ SHAPES = ((64, 32), (7, 1), (33, 95), (256, 200), (1, 40))
 
 def randn(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _cores_of(thread: int) -> set[int]:
+    """None, of a thread that has ended."""
+    with suppress(ProcessLookupError):
+        return os.sched_getaffinity(thread)
+    return set()
+
+
+def _keep_to(thread: int, cores: set[int]) -> None:
+    with suppress(ProcessLookupError):
+        os.sched_setaffinity(thread, cores)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -67,22 +80,23 @@ def test_threads_that_meet_on_a_core_part_and_may_still_use_all() -> None:
     x = randn(3, 64, seed=1)
     exact = matrix.product(x)  # and the threads are there
     torch.testing.assert_close(exact.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-4)
-    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
-    before = {thread: os.sched_getaffinity(thread) for thread in threads}
+    # Threads that other tests had may end meanwhile.
+    found = {int(path.name): _cores_of(int(path.name)) for path in Path("/proc/self/task").iterdir()}
+    before = {thread: cores for thread, cores in found.items() if cores}
     first, second = sorted(os.sched_getaffinity(0))[:2]
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as hog:
         try:
             os.sched_setaffinity(hog.pid, {second})
             for cores in ({first}, {first, second}):
-                for thread in threads:
-                    os.sched_setaffinity(thread, cores)
+                for thread in before:
+                    _keep_to(thread, cores)
                 for _ in range(20):
                     assert torch.equal(matrix.product(x), exact)
-                assert [os.sched_getaffinity(thread) for thread in threads] == [cores] * len(threads)
+                assert all(_cores_of(thread) in (cores, set()) for thread in before)
         finally:
             hog.kill()
             for thread, cores in before.items():
-                os.sched_setaffinity(thread, cores)
+                _keep_to(thread, cores)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
