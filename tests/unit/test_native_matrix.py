@@ -27,7 +27,7 @@ def randn(*size: int, seed: int = 0) -> Tensor:
 
 
 def _cores_of(thread: int) -> set[int]:
-    """None, of a thread that has ended."""
+    """No core, of a thread that has ended."""
     with suppress(ProcessLookupError):
         return os.sched_getaffinity(thread)
     return set()
