@@ -1,53 +1,23 @@
-"""A second router on the workers of a stack: what it learns of them stays its own."""
+"""A second router to be measured beside that of a stack."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from outrider.v1 import inference_pb2_grpc
 
-from services.cli.launcher import PARENT
-from services.cli.process import ServiceProcess
-from services.cli.stack import LOOPBACK, Stack
-from shared.rpc.channel import connect
+from services.cli.stack import Stack
 from tests.benchmarks.errors import BenchmarkError
+from tests.support.another_router import another_router
 
 
 @asynccontextmanager
 async def second_router(
     stack: Stack, targets: Sequence[str], drafts: Sequence[str] = ()
 ) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    """A client of a router of its own, in a process of its own, with the settings of the stack's.
-
-    It serves with these of the stack's workers, by the names of their processes. Raises StartupError if it does not
-    start, BenchmarkError on leaving if it died meanwhile.
-    """
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "services.cli.main", "router", f"--host={LOOPBACK}", f"--port={port}"]
-    command.append(f"--tokenizer={stack.settings.target}")
-    for flag, names in (("targets", targets), ("drafts", drafts)):
-        if names:
-            command.append(f"--{flag}={','.join(stack.processes[name].address for name in names)}")
-    environment = {**os.environ, PARENT: str(os.getpid()), "OUTRIDER_ROUTER_REDIS_URL": stack.redis.url}
-    process = ServiceProcess("second router", command, environment, f"{LOOPBACK}:{port}", lambda name, line: None)
-    supervision = asyncio.create_task(process.supervise(stack.settings.start_seconds))
-    ready = asyncio.create_task(process.ready.wait())
-    try:
-        await asyncio.wait([ready, supervision], return_when=asyncio.FIRST_COMPLETED)
-        if supervision.done():
-            supervision.result()
-        async with connect(process.address) as channel:
-            yield inference_pb2_grpc.InferenceStub(channel)
+    """A client of `another_router`. Raises BenchmarkError on leaving if it died meanwhile."""
+    async with another_router(stack, targets, drafts) as (process, stub):
+        yield stub
         if process.restarts:
             raise BenchmarkError("the second router died and was started again while being measured")
-        await process.stop(stack.settings.drain_seconds)
-    finally:
-        ready.cancel()
-        process.abandon()
-        await asyncio.gather(supervision, return_exceptions=True)

@@ -18,7 +18,7 @@ from tests.support.service import generate, inference, running_stack, wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_TOKENS = 150
+NUM_TOKENS = 100
 PROMPT_LENGTHS = (12, 60, 150, 600)
 NUM_PROMPTS = 8
 # Greedy, and seeded at a temperature that leaves near ties.

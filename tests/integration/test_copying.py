@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,10 @@ import pytest_asyncio
 
 from services.cli.stack import Stack
 from shared.models import DEMO_DRAFT, DEMO_TARGET
-from shared.settings import EXIT_CONFIG
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.greedy import Reference, python_prompts, references
 from tests.support.models import tiny_llama
-from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle
+from tests.support.service import Generated, generate, inference, refused_start, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -145,8 +142,5 @@ async def test_unseeded_samples_follow_the_target(where: str, tmp_path: Path) ->
 
 
 async def test_a_draft_worker_with_nothing_to_draft_from_is_refused() -> None:
-    command = [sys.executable, "-m", "services.cli.main", "draft", "--model=none", "--copied-tokens=0", "--port=0"]
-    worker = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
-    output, _ = await worker.communicate()
-    assert worker.returncode == EXIT_CONFIG
-    assert b"model is none and copied_tokens is 0" in output
+    lines = await refused_start("draft", "--model=none", "--copied-tokens=0")
+    assert "outrider: model is none and copied_tokens is 0: there would be nothing to draft from" in lines

@@ -16,7 +16,7 @@ from tests.support.service import Generated, generate, inference, running_stack,
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_STREAMS = 4
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 RESTART_SECONDS = 90.0
 # The most that a stream may stand still: one that had to compute everything again would show in the worker's log.
 STANDSTILL_SECONDS = 20.0

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from _pytest.mark import ParameterSet
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
 from services.cli.stack import Stack
 from shared.models import DEMO_TARGET
-from shared.settings import EXIT_CONFIG
 from tests.support.families import VOCAB_SIZE, tiny_checkpoint
 from tests.support.greedy import Reference, python_prompts, references
-from tests.support.service import MODEL_ALONE, generate, inference, running_stack, wait_until_idle
+from tests.support.service import MODEL_ALONE, generate, inference, refused_start, running_stack, wait_until_idle
 
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,6 +30,11 @@ NUM_CONCURRENT = 16
 BLOCK_SIZE = 16
 GAMMAS = (0, 1, 4, 8, None)
 SMALL_BLOCKS = 64
+
+
+def _long(*cases: Any) -> list[ParameterSet]:
+    """Cases that the suite has no time for."""
+    return [pytest.param(case, marks=pytest.mark.long) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +119,6 @@ async def check(
     return usages, residency
 
 
-# What the engine makes of every family is for test_models; here two of those that differ most go through the service.
-LONG_FAMILIES = [pytest.param(family, marks=pytest.mark.long) for family in ("qwen3", "mistral", "gpt2")]
-
-
 @on_module_loop
 @pytest.mark.parametrize("gamma", GAMMAS)
 async def test_one_stream_is_the_targets_own(stack: Stack, demo_references: list[Reference], gamma: int | None) -> None:
@@ -131,7 +131,7 @@ async def test_one_stream_is_the_targets_own(stack: Stack, demo_references: list
 
 
 @on_module_loop
-@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("gamma", [0, 4, None, *_long(1, 8)])
 async def test_concurrent_streams_are_the_targets_own(
     stack: Stack, demo_references: list[Reference], gamma: int | None
 ) -> None:
@@ -142,7 +142,7 @@ async def test_concurrent_streams_are_the_targets_own(
 
 
 @on_module_loop
-@pytest.mark.parametrize("gamma", [4, 0])
+@pytest.mark.parametrize("gamma", [4, *_long(0)])
 async def test_a_prefix_hit_changes_nothing(stack: Stack, demo_references: list[Reference], gamma: int) -> None:
     async with inference(stack) as stub:
         await check(stub, demo_references, gamma, NUM_CONCURRENT, "cached-key")
@@ -154,7 +154,7 @@ async def test_a_prefix_hit_changes_nothing(stack: Stack, demo_references: list[
 
 
 @on_module_loop
-@pytest.mark.parametrize("gamma", [0, 4, None])
+@pytest.mark.parametrize("gamma", [4, None, *_long(0)])
 async def test_small_chunks_and_preemption_change_nothing(
     small_stack: Stack, demo_references: list[Reference], gamma: int | None
 ) -> None:
@@ -167,7 +167,8 @@ async def test_small_chunks_and_preemption_change_nothing(
     await wait_until_idle(small_stack)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", *LONG_FAMILIES])
+# What the engine makes of every family is for test_models; here two of those that differ most go through the service.
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", *_long("qwen3", "mistral", "gpt2")])
 async def test_families(family: str, tmp_path: Path) -> None:
     target = tiny_checkpoint(family, tmp_path / "target")
     draft = tiny_checkpoint(family, tmp_path / "draft", noise=0.1)
@@ -191,14 +192,11 @@ async def test_families(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "minimax"])
-def test_models_with_other_state_are_refused_at_start(family: str, tmp_path: Path) -> None:
+async def test_models_with_other_state_are_refused_at_start(family: str, tmp_path: Path) -> None:
     model = tiny_checkpoint(family, tmp_path / family)
-    command = [sys.executable, "-m", "services.cli.main", "target", f"--model={model}", "--port=0", "--dtype=float32"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == EXIT_CONFIG, ended.stderr
-    complaints = [line for line in ended.stderr.splitlines() if line.startswith("outrider:")]
+    lines = await refused_start("target", f"--model={model}", "--dtype=float32")
+    complaints = [line for line in lines if line.startswith("outrider:")]
     assert len(complaints) == 1
     assert re.match(rf"outrider: model {family} cannot be served: .{{20}}", complaints[0])
     # The rest is the structured log: no traceback.
-    others = [line for line in ended.stderr.splitlines() if not line.startswith(("outrider:", "{", "[transformers]"))]
-    assert others == []
+    assert [line for line in lines if not line.startswith(("outrider:", "{", "[transformers]"))] == []

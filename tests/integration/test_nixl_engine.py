@@ -43,8 +43,9 @@ def new_pool(seed: int | None = None, dtype: torch.dtype = BFLOAT16, block_size:
     return pool
 
 
-def serve(pipe: Connection, seed: int, dtype: torch.dtype) -> None:
+def serve(pipe: Connection, seed: int, dtype: torch.dtype, environment: dict[str, str]) -> None:
     """Another process: can be read from until the pipe says anything; then tells what processor time it took idle."""
+    os.environ.update(environment)
     engine = NixlEngine(new_pool(seed, dtype), f"worker-{os.getpid()}")
     before = time.process_time()
     pipe.send(engine.metadata)
@@ -57,9 +58,11 @@ class Worker:
     """A process with a pool of random bytes, and the bytes."""
 
     def __init__(self, seed: int = 1, dtype: torch.dtype = BFLOAT16) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has torch, not nixl, whose threads would be lost.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["shared.transfer.nixl.engine"])
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, seed, dtype), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, seed, dtype, dict(os.environ)), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.poll(60), "the worker has not started"

@@ -15,9 +15,9 @@ from tests.support.service import Generated, OnChunk, generate, inference, runni
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = "def quicksort(items: list[int]) -> list[int]:\n    "
-NUM_TOKENS = 256
+NUM_TOKENS = 144
 # Chunks of the stream that have come when a process is killed: far from its end.
-HALFWAY_CHUNKS = 20
+HALFWAY_CHUNKS = 12
 RESTART_SECONDS = 60
 TARGETS = ("target-0", "target-1")
 

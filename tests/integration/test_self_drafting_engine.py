@@ -39,7 +39,8 @@ from tests.support.models import tiny_llama
 NUM_TOKENS = 24
 SHAPES = [SelfDraft(1), SelfDraft(4), SelfDraft(3, 9), SelfDraft()]
 KINDS = ["early exit", "medusa", "eagle", "eagle3", "copies", "copies and eagle3"]
-FAMILIES = ["mistral", "gemma2", "qwen3", "gpt_oss", "gpt2"]
+# Windows, soft caps and sinks are in two of them.
+FAMILIES = ["gemma2", "gpt_oss", *(pytest.param(each, marks=pytest.mark.long) for each in ("mistral", "qwen3", "gpt2"))]
 
 
 @pytest.fixture(autouse=True)

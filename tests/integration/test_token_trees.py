@@ -21,7 +21,7 @@ from tests.support.service import MODEL_ALONE, Generated, generate, inference, r
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_TOKENS = 96
+NUM_TOKENS = 64
 PROMPT = "def quicksort(items: list[int]) -> list[int]:\n    "
 # Steps of the drafter, and tokens of a tree.
 SHAPES = [(1, 4), (3, 8), (4, 12), (8, 40)]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from outrider.v1 import draft_pb2_grpc, inference_pb2, inference_pb2_grpc, target_pb2_grpc, worker_pb2
 
-from services.cli.stack import Stack, StackSettings
+from services.cli.launcher import worker_environment
+from services.cli.process import ServiceProcess
+from services.cli.stack import LOOPBACK, Stack, StackSettings
 from shared.rpc.channel import connect
+from shared.settings import StartupError
 from tests.support.usage import check_usage
 
 MODEL_ALONE = {"OUTRIDER_DRAFT_COPIED_TOKENS": "0"}
@@ -65,6 +71,19 @@ async def inference(stack: Stack) -> AsyncIterator[inference_pb2_grpc.InferenceA
     """A client of the stack's router, over a connection of its own."""
     async with connect(stack.router_address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def refused_start(service: str, *options: str) -> list[str]:
+    """The lines that a service says which ends because it cannot start so: with EXIT_CONFIG."""
+    lines: list[str] = []
+    command = [sys.executable, "-m", "services.cli.main", service, "--port=0", *options]
+    environment = worker_environment(os.environ)
+    process = ServiceProcess(service, command, environment, f"{LOOPBACK}:1", lambda _, line: lines.append(line))
+    with pytest.raises(StartupError) as error:
+        await process.supervise(IDLE_SECONDS)
+    # What it says of other ends than by EXIT_CONFIG.
+    assert f"{service} ended with" not in str(error.value), lines
+    return lines
 
 
 def request(

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -133,7 +134,11 @@ def main() -> None:
     """Forks at each request until the other end is closed."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     for module in _IMPORTED:
-        __import__(module)
+        importlib.import_module(module)
+    # What takes longest of a worker's start on two cores: to read the patterns of all models' weights, and to measure
+    # steps as often as is worth it for who serves with what was measured.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    importlib.import_module("shared.engine.runner")._MEASURED_TURNS = 2  # type: ignore[attr-defined]
     # What is imported is never collected: each process would look through all of it, and copy what it looks at.
     gc.freeze()
     while True:
