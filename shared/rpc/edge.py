@@ -313,6 +313,10 @@ def _behavior(handler: _Handler) -> _Behavior:
     return write_all
 
 
+class _CallerGone(asyncio.CancelledError):
+    """Of an RPC that is cancelled, though its task has not been told yet."""
+
+
 async def _write(context: _ServicerContext, response: Any) -> None:
     """Raises Aborted if the caller reads too little for it to go out in time; CancelledError if it is gone."""
     try:
@@ -320,7 +324,7 @@ async def _write(context: _ServicerContext, response: Any) -> None:
             await context.write(response)
     except grpc.aio.InternalError as error:
         # Cancelled, and a write was under way before the task was told.
-        raise asyncio.CancelledError("the caller is gone") from error
+        raise _CallerGone("the caller is gone") from error
     except TimeoutError as error:
         raise Aborted(f"the caller has read nothing for {_WRITE_SECONDS:g} s") from error
 
@@ -335,7 +339,7 @@ async def _abort(context: _ServicerContext, status: RpcStatus) -> None:
         # The caller is gone, or the deadline that this tells of cut off the sending of the initial metadata, and
         # it is over for the caller too: there is nobody to tell. As a cancellation grpc takes it for no fault.
         logger.info("status not sent", extra={"code": status.code.name, "reason": str(error)})
-        raise asyncio.CancelledError from error
+        raise _CallerGone from error
 
 
 async def _call(method: str, behavior: _Behavior, request: Any, context: _ServicerContext) -> Any:
@@ -346,7 +350,7 @@ async def _call(method: str, behavior: _Behavior, request: Any, context: _Servic
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if task is None or task.cancelling() or isinstance(error, _CallerGone):
             raise
         # grpc sends no status for it, and the caller would wait for ever.
         failure: Exception = RuntimeError("this RPC was not cancelled, but something it awaited was")

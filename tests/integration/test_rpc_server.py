@@ -464,15 +464,20 @@ async def test_a_caller_that_is_there_but_reads_nothing_is_given_up(monkeypatch:
         assert "has read nothing for 0.3 s" in await call.details()
 
 
-async def test_a_write_that_meets_a_cancellation_is_one() -> None:
+async def test_a_write_that_meets_a_cancellation_is_one(caplog: pytest.LogCaptureFixture) -> None:
     """Which of the two the task hears of first is chance; it must be no fault of the server either way."""
 
     class Gone:
         async def write(self, _: object) -> None:
             raise grpc.aio.InternalError("Failed execute_batch")
 
+    async def stream(_: object, __: object) -> AsyncIterator[bytes]:
+        yield b""
+
+    behavior = edge._behavior(grpc.unary_stream_rpc_method_handler(stream))
     with pytest.raises(asyncio.CancelledError):
-        await edge._write(Gone(), b"")  # type: ignore[arg-type]
+        await edge._call("a method", behavior, None, Gone())  # type: ignore[arg-type]
+    assert caplog.records == []
 
 
 async def test_the_callers_deadline_bounds_child_calls() -> None:
