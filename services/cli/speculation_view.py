@@ -8,6 +8,8 @@ from itertools import groupby
 from outrider.v1 import inference_pb2
 from rich.text import Text
 
+from shared.worker.draft_sources import SOURCE_NAMES
+
 STYLES = {
     inference_pb2.TOKEN_ORIGIN_ACCEPTED: "green",
     inference_pb2.TOKEN_ORIGIN_REJECTED: "red strike",
@@ -33,11 +35,6 @@ _MEANINGS = {
     inference_pb2.TOKEN_ORIGIN_REJECTED: "drafted and rejected",
     inference_pb2.TOKEN_ORIGIN_RECOVERED: "recovered by the target",
     inference_pb2.TOKEN_ORIGIN_BONUS: "bonus of the target",
-}
-_SOURCES = {
-    inference_pb2.DRAFT_SOURCE_MODEL: "model",
-    inference_pb2.DRAFT_SOURCE_SUFFIX: "suffix",
-    inference_pb2.DRAFT_SOURCE_TARGET: "target",
 }
 _NOT_DRAFTED = "not drafted"
 
@@ -84,7 +81,7 @@ def summary(usage: inference_pb2.Usage) -> str:
         parts.append(f"α {alpha:.2f} ({usage.accepted_tokens} of {usage.draft_tokens} draft tokens kept)")
         parts.append(f"{1 + usage.accepted_tokens / max(usage.rounds, 1):.2f} tokens per round")
         if {its.source for its in usage.by_source} - {inference_pb2.DRAFT_SOURCE_MODEL}:
-            kept = [f"{its.accepted_tokens} by {_SOURCES[its.source]}" for its in usage.by_source]
+            kept = [f"{its.accepted_tokens} by {SOURCE_NAMES[its.source]}" for its in usage.by_source]
             parts.append("kept " + ", ".join(kept))
     parts.append(f"prefix hit {usage.cached_tokens}/{usage.prompt_tokens}")
     return " · ".join(parts)

@@ -6,8 +6,12 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from shared.drafting.copied_draft import CopiedDraft
+from shared.drafting.merged_draft import MergedDraft
+from shared.drafting.tree_draft import TreeDraft
 from shared.engine.sequence import Sequence
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.calibration import Calibration
 from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, SampledTokens
@@ -19,15 +23,19 @@ class Drafter:
 
     `candidates` runs parallel to the sequence's draws. `num_asked` is how many draft tokens the router
     waits for, 0 when it waits for none. Asked for a tree it has no draws, but a `tree`, which is `grown` when it can be
-    answered with. `acceptance` is that of its proposals, learnt from what is committed behind `answered`, the latest.
+    answered with, and what was `copied` for it meanwhile. `acceptance` is that of what it drafts itself, learnt from
+    what is committed behind `answered`, the latest; `calibrations`, of all sequences' trees, learn with it.
     """
 
     sequence: Sequence
+    calibrations: Tokens[Calibration]
     candidates: list[Candidates | None] = field(default_factory=list)
     num_asked: int = 0
     asked_ns: int = 0
     tree: DraftTree | None = None
     grown: bool = False
+    num_nodes: int = 0
+    copied: CopiedDraft | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     answered: Proposal = EMPTY_PROPOSAL
 
@@ -35,6 +43,8 @@ class Drafter:
         """Takes note of committed tokens; draws that continue them survive, and of a tree the KV of what agrees."""
         if self.answered:
             self.acceptance.observe(max(self.answered.depths), self.answered.num_agreeing(token_ids))
+            if self.tree is not None:
+                self._own_draft(self.tree).settle(self.answered, token_ids)
             self.answered = EMPTY_PROPOSAL
         self.sequence.commit(base_length, token_ids)
         self.candidates = self.candidates[len(self.candidates) - self.sequence.num_drawn :]
@@ -60,13 +70,15 @@ class Drafter:
         self.sequence.num_steps = max(0, num_draft_tokens - self.sequence.num_drawn)
         self.sequence.draws_on = True
 
-    def ask_for_tree(self, num_draft_tokens: int, num_nodes: int) -> None:
-        """Wants a tree of that many tokens, found in `num_draft_tokens` steps; what was drawn beforehand is dropped."""
+    def ask_for_tree(self, num_draft_tokens: int, num_nodes: int, copied: CopiedDraft | None = None) -> None:
+        """Wants a tree of that many tokens, found in `num_draft_tokens` steps or `copied`; what was drawn beforehand is
+        dropped."""
         self.sequence.drop_draws()
         self.candidates = []
         self.num_asked = num_draft_tokens
         self.asked_ns = time.time_ns()
-        self.tree, self.grown = DraftTree(num_nodes, num_draft_tokens), False
+        self.tree, self.grown = DraftTree(num_nodes, num_draft_tokens, likelihood=self._likelihood), False
+        self.num_nodes, self.copied = num_nodes, copied
         self.sequence.grow(EMPTY_PROPOSAL, 0, self.tree.num_children)
 
     def take(self, sampled: SampledTokens) -> None:
@@ -87,16 +99,18 @@ class Drafter:
             return self.num_asked > 0 and self.grown
         return 0 < self.num_asked <= self.sequence.num_drawn
 
-    def answer(self) -> tuple[list[int], list[Candidates | None], Tokens[int]]:
-        """The proposal asked for: its token ids, what they were drawn from, and of a tree what each follows."""
+    def answer(self) -> Proposal:
+        """The proposal asked for."""
         start, count = self.sequence.num_committed, self.num_asked
         self.num_asked = 0
         if self.tree is not None:
-            self.answered = self.tree.proposal()
-            return list(self.answered.token_ids), [], self.answered.parents
-        token_ids = self.sequence.token_ids[start : start + count]
-        self.answered = Proposal(tuple(token_ids))
-        return token_ids, self.candidates[:count], ()
+            own = self._own_draft(self.tree)
+            self.answered = own.proposal(len(own.likelihoods))
+            if self.copied is None or not self.copied.likelihoods:
+                return self.answered
+            return MergedDraft([own, self.copied]).proposal(self.num_nodes)
+        self.answered = Proposal(tuple(self.sequence.token_ids[start : start + count]), sources=("model",) * count)
+        return self.answered.drawn_from([each for each in self.candidates[:count] if each is not None])
 
     def num_expected(self, num_draft_tokens: int) -> float:
         """How many of so many draft tokens may be expected to be accepted."""
@@ -107,3 +121,9 @@ class Drafter:
         self.sequence.num_steps = num_draft_tokens + 1
         # What is committed meanwhile may end it.
         self.sequence.draws_on = False
+
+    def _own_draft(self, tree: DraftTree) -> TreeDraft:
+        return TreeDraft(tree, self.calibrations, "model")
+
+    def _likelihood(self, guess: float, depth: int) -> float:
+        return self.calibrations[min(depth, len(self.calibrations) - 1)].likelihood(guess)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 import time
 from collections import defaultdict
 
-from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2, worker_pb2
+from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2
 
 from services.draft.checks import check_request
 from services.draft.drafter import Drafter
@@ -17,17 +16,18 @@ from services.draft.proposer import draw
 from services.draft.settings import NO_MODEL, DraftSettings
 from shared.copying.copied import Copied
 from shared.copying.suffix_source import Manuscript, SuffixSource
+from shared.drafting.copied_draft import CopiedDraft
 from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.policy.acceptance import Acceptance
+from shared.policy.calibration import Calibration
 from shared.prefix.block_hash import root_hash
 from shared.sampling.draft_tree import WIDTH
-from shared.sampling.sampled import Candidates
+from shared.sampling.proposal import Proposal
 from shared.security.identity import Identity
 from shared.settings import StartupError
 from shared.telemetry.attributes import DRAFT_SOURCE, NUM_DRAFT_TOKENS
-from shared.telemetry.draft_source import source_name
 from shared.telemetry.logs import configure_logging
 from shared.telemetry.service import configure_service
 from shared.telemetry.tracing import Telemetry
@@ -41,8 +41,8 @@ from shared.worker.stream import Lane, RouterStream
 Stream = RouterStream[draft_pb2.DraftResponse]
 DraftLane = Lane[draft_pb2.DraftResponse]
 
-# What a draft token was drawn from that nothing else could have been.
-_CERTAIN = struct.pack("<f", 1.0)
+# What trees learn by depth; deeper ones are alike.
+_NUM_CALIBRATIONS = 16
 
 # A drafter may be prefilling for long with nothing to answer: how often routers hear that it is alive.
 _SIGN_SECONDS = 1.0
@@ -67,6 +67,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         self._manuscripts: dict[Sequence, Manuscript] = {}
         # Everybody's, which a new sequence's starts from.
         self._acceptance = Acceptance()
+        self._calibrations = [Calibration() for _ in range(_NUM_CALIBRATIONS)]
         self._last_sign = -math.inf
 
     async def drain(self) -> None:
@@ -119,16 +120,16 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         most_tokens = propose.num_nodes if in_tree else min(propose.num_draft_tokens, room)
         may_copy = not propose.sources or inference_pb2.DRAFT_SOURCE_SUFFIX in propose.sources
         wants_model = not propose.sources or inference_pb2.DRAFT_SOURCE_MODEL in propose.sources
-        copied = Copied()
+        found = Copied()
         if may_copy:
-            copied = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
+            found = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
+        copied = CopiedDraft(manuscript, found, lane.sequence.params.coupled)
         asks_model = wants_model and self._has_model
-        if not asks_model or copied.num_expected > drafter.num_expected(propose.num_draft_tokens):
-            manuscript.proposed = copied
+        if not asks_model or found.num_expected > drafter.num_expected(propose.num_draft_tokens):
             drafter.rest()
-            return [self._answer_with(lane, copied)]
+            return [self._result(lane, copied.proposal(len(copied.likelihoods)), time.time_ns())]
         if in_tree:
-            drafter.ask_for_tree(propose.num_draft_tokens, propose.num_nodes)
+            drafter.ask_for_tree(propose.num_draft_tokens, propose.num_nodes, copied)
             return []
         drafter.ask(min(propose.num_draft_tokens, room))
         return [self._answer(lane, drafter)] if drafter.answerable else []
@@ -142,7 +143,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             drafting=True,
         )
         self._add_lane(stream, propose.sequence_id, sequence, propose.traceparent)
-        self._drafters[sequence] = Drafter(sequence, acceptance=Acceptance(self._acceptance))
+        self._drafters[sequence] = Drafter(sequence, self._calibrations, acceptance=Acceptance(self._acceptance))
         self._manuscripts[sequence] = self._source.begin(
             propose.token_ids, propose.num_prompt_tokens, propose.cache_salt
         )
@@ -183,39 +184,25 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         self.engine.blocks.take_events()
 
     def _answer(self, lane: DraftLane, drafter: Drafter) -> draft_pb2.DraftResult:
-        token_ids, candidates, parents = drafter.answer()
-        if self._optimistic and not parents:
+        proposal = drafter.answer()
+        if self._optimistic and drafter.tree is None:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
-            drafter.guess_on(min(len(token_ids), room - 1))
-        return self._result(
-            lane, proposal_to_proto(token_ids, candidates, parents), inference_pb2.DRAFT_SOURCE_MODEL, drafter.asked_ns
-        )
+            drafter.guess_on(min(len(proposal), room - 1))
+        return self._result(lane, proposal, drafter.asked_ns)
 
-    def _answer_with(self, lane: DraftLane, copied: Copied) -> draft_pb2.DraftResult:
-        """Copied draft tokens; for rejection sampling as drawn from a distribution that has nothing else."""
-        token_ids, parents = list(copied.proposal.token_ids), copied.proposal.parents
-        drawn = () if lane.sequence.params.coupled else token_ids
-        candidates: list[Candidates | None] = [Candidates(1, struct.pack("<I", token), _CERTAIN) for token in drawn]
-        return self._result(
-            lane, proposal_to_proto(token_ids, candidates, parents), inference_pb2.DRAFT_SOURCE_SUFFIX, time.time_ns()
-        )
-
-    def _result(
-        self, lane: DraftLane, proposal: worker_pb2.Proposal, source: inference_pb2.DraftSource, began_ns: int
-    ) -> draft_pb2.DraftResult:
-        """An answer with a proposal of that source, asked for then (Unix nanoseconds)."""
-        proposal.source = source
+    def _result(self, lane: DraftLane, proposal: Proposal, began_ns: int) -> draft_pb2.DraftResult:
+        """An answer with that proposal, asked for then (Unix nanoseconds)."""
         ended_ns, sequence = time.time_ns(), lane.sequence
         attributes: dict[str, str | int] = {
-            NUM_DRAFT_TOKENS: len(proposal.token_ids),
-            DRAFT_SOURCE: source_name(source),
+            NUM_DRAFT_TOKENS: len(proposal),
+            DRAFT_SOURCE: " ".join(sorted(set(proposal.sources))),
         }
         self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
         return draft_pb2.DraftResult(
             sequence_id=lane.sequence_id,
             position=sequence.num_committed,
             status=draft_pb2.DRAFT_STATUS_PROPOSED,
-            proposal=proposal,
+            proposal=proposal_to_proto(proposal),
             seconds=(ended_ns - began_ns) / 1e9,
             num_computed=min(sequence.num_computed_tokens, sequence.num_committed),
         )

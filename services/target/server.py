@@ -37,7 +37,7 @@ from shared.transfer.fetch import Fetcher
 from shared.transfer.offers import Offers
 from shared.transfer.servicer import TransferServicer
 from shared.worker.bundles import bundles
-from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto, self_drafted_to_proto
+from shared.worker.messages import logprobs_to_proto, params_from_proto, proposal_from_proto, proposal_to_proto
 from shared.worker.server import worker_server
 from shared.worker.service import load_engine, run_worker
 from shared.worker.servicer import WorkerServicer
@@ -312,7 +312,7 @@ class TargetServicer(
             num_accepted=sampled.num_accepted,
             logprobs=logprobs_to_proto(sampled.logprobs),
             cached_tokens=sequence.num_cached_tokens if first else 0,
-            self_drafted=self_drafted_to_proto(gain.self_drafted, gain.source),
+            self_drafted=proposal_to_proto(gain.self_drafted) if gain.self_drafted else None,
         )
 
 

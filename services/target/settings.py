@@ -30,10 +30,10 @@ class TargetSettings(WorkerSettings):
         default=None, ge=1, description="Draft with the model's first so many layers; where there is no head."
     )
     copied_tokens: int = Field(
-        default=0,
+        default=1 << 18,
         ge=0,
-        description="Tokens of running sequences and past outputs that the target itself remembers, to copy what "
-        "followed where a text's end occurred before; 0: nothing is copied here.",
+        description="Tokens of running sequences and past outputs that the target itself remembers, some 0.2 KB each, "
+        "to copy what followed where a text's end occurred before; 0: nothing is copied here.",
     )
     kv_transfer: Literal["auto", "nixl", "grpc"] = Field(
         default="auto",

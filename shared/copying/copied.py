@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shared.copying.suffix_index import LONGEST_MATCH, Match
@@ -30,7 +30,10 @@ class Copied:
     def first(self, count: int) -> Copied:
         """The first so many of its tokens."""
         proposal = replace(
-            self.proposal, token_ids=self.proposal.token_ids[:count], parents=self.proposal.parents[:count]
+            self.proposal,
+            token_ids=self.proposal.token_ids[:count],
+            parents=self.proposal.parents[:count],
+            sources=self.proposal.sources[:count],
         )
         return Copied(proposal.as_chain(), self.guesses[:count], self.likelihoods[:count])
 
@@ -61,14 +64,14 @@ def copy(
     likely, so it is the longer the longer the match.
     """
     # (-likelihood of the line, order of arrival, token, guess, row it follows, matches that go on with it, its depth)
-    open_lines: list[tuple[float, int, int, float, int, list[Match], int]] = []
+    open_lines: list[tuple[float, int, int, float, int, Sequence[Match], int]] = []
     arrivals = itertools.count()
     token_ids: list[int] = []
     parents: list[int] = []
     guesses: list[float] = []
     likelihoods: list[float] = []
 
-    def branch(row: int, likelihood: float, agreeing: Iterable[Match], depth: int) -> None:
+    def branch(row: int, likelihood: float, agreeing: Sequence[Match], depth: int) -> None:
         if depth == most_depth:
             return
         for token, guess, followers in _nexts(agreeing, depth)[: None if branching else 1]:
@@ -84,13 +87,22 @@ def copy(
         guesses.append(guess)
         likelihoods.append(-negative)
         branch(len(token_ids), -negative, followers, depth)
-    proposal = Proposal(tuple(token_ids), parents=tuple(parents)).as_chain()
+    proposal = Proposal(tuple(token_ids), parents=tuple(parents), sources=("suffix",) * len(token_ids)).as_chain()
     return Copied(proposal, tuple(guesses), tuple(likelihoods))
 
 
-def _nexts(agreeing: Iterable[Match], depth: int) -> list[tuple[int, float, list[Match]]]:
+def most_likely(length: int) -> float:
+    """What is taken for the likelihood of a token that all matches agree on, of which none is longer."""
+    return length / (length + 1)
+
+
+def _nexts(agreeing: Sequence[Match], depth: int) -> list[tuple[int, float, Sequence[Match]]]:
     """The tokens that follow matches which agreed for `depth` tokens already, likeliest first: each with a guess of how
     likely it is, and whose it is."""
+    if len(agreeing) == 1:  # as it mostly is, and several times as fast
+        [match] = agreeing
+        token = match.next(depth)
+        return [] if token is None else [(token, most_likely(min(match.length + depth, LONGEST_MATCH)), agreeing)]
     by_token: defaultdict[int, list[Match]] = defaultdict(list)
     for match in agreeing:
         token = match.next(depth)
@@ -100,6 +112,6 @@ def _nexts(agreeing: Iterable[Match], depth: int) -> list[tuple[int, float, list
         return []
     weights = {token: sum(match.length + depth for match in its) for token, its in by_token.items()}
     longest = min(max(match.length for its in by_token.values() for match in its) + depth, LONGEST_MATCH)
-    scale = longest / (longest + 1) / sum(weights.values())
+    scale = most_likely(longest) / sum(weights.values())
     order = sorted(by_token, key=lambda token: -weights[token])
     return [(token, weights[token] * scale, by_token[token]) for token in order]

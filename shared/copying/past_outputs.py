@@ -38,10 +38,10 @@ class PastOutputs:
             if not len(index):
                 del self._by_tenant[tenant]
 
-    def matches(self, tenant: bytes, tail: Sequence[int]) -> list[Match]:
+    def matches(self, tenant: bytes, tail: Sequence[int], shortest: int = 0) -> list[Match]:
         """Where the tenant's outputs go on behind what `tail` ends with."""
         index = self._by_tenant.get(tenant)
-        found = [] if index is None else index.matches(tail)
+        found = [] if index is None else index.matches(tail, shortest)
         for match in found:
             self._outputs.move_to_end(match.text_id)
         return found

@@ -73,19 +73,28 @@ class SuffixIndex:
             else:
                 self._places.pop(key, None)
 
-    def matches(self, tail: Sequence[int]) -> list[Match]:
+    def matches(self, tail: Sequence[int], shortest: int = 0) -> list[Match]:
         """Where texts go on behind the tokens that `tail` ends with: the longest matches first, of equal ones the
-        latest. `tail` may be one of the texts itself."""
+        latest, and none that is shorter than `shortest`. `tail` may be one of the texts itself."""
+        longer = LONGEST_MATCH + 1
         for order in _ORDERS:
+            # All that are at least as long as an order are found by it.
+            if shortest >= longer:
+                break
+            longer = order
+            places = self._places.get(_key(tail, len(tail), order)) if len(tail) >= order else None
+            if places is None:
+                continue
             found: list[Match] = []
-            places = self._places.get(_key(tail, len(tail), order), ()) if len(tail) >= order else ()
+            least = max(order, shortest)
             for place in reversed(places):
                 text_id, end = place >> _END_BITS, place & _END
                 text = self._texts[text_id]
-                if end < len(text) and (length := _match_length(tail, text, end)) >= order:
+                if end < len(text) and (length := _match_length(tail, text, end)) >= least:
                     found.append(Match(text_id, text, end, length, text is tail))
             if found:
-                return sorted(found, key=lambda match: -match.length)
+                found.sort(key=lambda match: -match.length)
+                return found
         return []
 
 

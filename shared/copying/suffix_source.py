@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.copying.copied import Copied, copy
+from shared.copying.copied import Copied, copy, most_likely
 from shared.copying.past_outputs import PastOutputs
-from shared.copying.suffix_index import SuffixIndex
+from shared.copying.suffix_index import LONGEST_MATCH, SuffixIndex
 from shared.policy.calibration import Calibration
 
 _OWN_TEXT = 0
+_NOTHING = Copied()
+# Less than any match has turned out to be worth: not looked at more closely.
+_LEAST_DOUBTED = 0.2
+# Of matches, those that differ in what experience has of them.
+_LENGTHS = (2, 3, 4, 6, 9)
 
 
 @dataclass(eq=False)
@@ -77,10 +82,21 @@ class SuffixSource:
     ) -> Copied:
         """What may follow; nothing where the text's end is new. See `copy`."""
         if manuscript.index is None:
-            return Copied()
-        tail = manuscript.token_ids
-        matches = manuscript.index.matches(tail) + self._past.matches(manuscript.tenant, tail)
+            return _NOTHING
+        tail, shortest = manuscript.token_ids, self._shortest_match(least_likelihood)
+        matches = manuscript.index.matches(tail, shortest) + self._past.matches(manuscript.tenant, tail, shortest)
+        if not matches:
+            return _NOTHING
         return copy(matches, most_tokens, least_likelihood, manuscript.calibration, branching, most_depth)
+
+    def _shortest_match(self, least_likelihood: float) -> int:
+        """No shorter one can tell of a token that is so likely, as far as everybody's experience goes."""
+        if least_likelihood <= _LEAST_DOUBTED:
+            return 0
+        for length in _LENGTHS:
+            if self._calibration.likelihood(most_likely(length)) >= least_likelihood:
+                return length
+        return LONGEST_MATCH + 1
 
     def _extend(self, manuscript: Manuscript, token_ids: Sequence[int]) -> None:
         if manuscript.index is None:

@@ -44,13 +44,12 @@ _MAX_FAILED_STEPS = 3
 
 class Gain(NamedTuple):
     """What a step brought one sequence, and how many draft tokens it verified; `self_drafted`: these themselves, where
-    the engine drafted them, with `source`: target or suffix."""
+    the engine drafted them."""
 
     sequence: Sequence
     sampled: SampledTokens
     num_draft_tokens: int
     self_drafted: Proposal = EMPTY_PROPOSAL
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,6 @@ class Engine:
                 tokens,
                 len(row.proposal),
                 EMPTY_PROPOSAL if proposer is None else proposer.drafted(sequence),
-                "" if proposer is None else proposer.source_of(sequence),
             )
             for (sequence, tokens), (row, _) in zip(gained, rows, strict=True)
         ]

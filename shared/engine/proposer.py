@@ -31,9 +31,6 @@ class Proposer(Protocol):
     def drafted(self, sequence: Sequence) -> Proposal:
         """What it proposed for that sequence in this step; empty if that is none of its own."""
 
-    def source_of(self, sequence: Sequence) -> str:
-        """Whose that is: target or suffix; empty if it is nobody's."""
-
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         """A step is computed, and the KV of what was accepted stands where it belongs. `captured`: see
         `CausalLM.capture`; `sampled`: what each scheduled sequence with rows gains, and has not taken in yet."""

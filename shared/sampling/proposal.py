@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from shared.sampling.sampled import Candidates
+
+# What a draft token was drawn from that nothing else could have been.
+_CERTAIN = struct.pack("<f", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +23,7 @@ class Proposal:
 
     A sequence that is verified has a row of logits for its last committed token, row 0, and one for each draft token:
     row i + 1 is that of token i. In a token tree token i follows that of row `parents[i]`, which is i at most; without
-    `parents` each follows the one before.
+    `parents` each follows the one before. `sources`: who drafted each token, model, suffix or target; may be left out.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -25,6 +31,7 @@ class Proposal:
     candidate_ids: bytes = b""
     candidate_probs: bytes = b""
     parents: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -37,6 +44,19 @@ class Proposal:
     def followed_rows(self) -> Sequence[int]:
         """Of each token the row that it follows, in chains as well."""
         return self.parents or range(len(self.token_ids))
+
+    def drawn_from(self, candidates: Sequence[Candidates]) -> Proposal:
+        """The same with the distribution that each token was drawn from."""
+        return replace(
+            self,
+            candidate_counts=tuple(entry.num_entries for entry in candidates),
+            candidate_ids=b"".join(entry.ids for entry in candidates),
+            candidate_probs=b"".join(entry.probs for entry in candidates),
+        )
+
+    def as_certain(self) -> Proposal:
+        """The same for rejection sampling, each token as if drawn from a distribution that has nothing else."""
+        return self.drawn_from([Candidates(1, struct.pack("<I", token), _CERTAIN) for token in self.token_ids])
 
     def as_chain(self) -> Proposal:
         """The same without `parents`, if each follows the one before."""
@@ -52,24 +72,31 @@ class Proposal:
             row = self.parents[row - 1]
         return line[::-1]
 
-    def num_agreeing(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, were proposed one behind the other."""
+    def path(self, token_ids: Sequence[int]) -> list[int]:
+        """Which of the draft tokens are these, from the first on, one behind the other."""
         parents = self.followed_rows()
         rows = {(parent, token): i for i, (parent, token) in enumerate(zip(parents, self.token_ids, strict=True), 1)}
-        row, count = 0, 0
-        while count < len(token_ids) and (next_row := rows.get((row, token_ids[count]))) is not None:
-            row, count = next_row, count + 1
-        return count
-
-    def following(self, accepted: Sequence[int]) -> list[int]:
-        """The draft tokens that were to come behind these, which begin a line: of a chain all others, of a tree those
-        that might have been the next."""
-        if not self.parents:
-            return list(self.token_ids[len(accepted) :])
+        found: list[int] = []
         row = 0
-        for token in accepted:
-            row = next(i for i, each in enumerate(self.token_ids, 1) if (self.parents[i - 1], each) == (row, token))
-        return [token for parent, token in zip(self.parents, self.token_ids, strict=True) if parent == row]
+        for token in token_ids:
+            next_row = rows.get((row, token))
+            if next_row is None:
+                break
+            row = next_row
+            found.append(row - 1)
+        return found
+
+    def num_agreeing(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, were proposed one behind the other."""
+        return len(self.path(token_ids))
+
+    def following(self, path: Sequence[int]) -> list[int]:
+        """Which draft tokens were to come behind these: of a chain all others, of a tree those that might have been the
+        next."""
+        if not self.parents:
+            return list(range(len(path), len(self.token_ids)))
+        row = path[-1] + 1 if path else 0
+        return [i for i, parent in enumerate(self.parents) if parent == row]
 
 
 EMPTY_PROPOSAL = Proposal()

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection
-from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
 
 from shared.copying.copied import Copied
 from shared.copying.suffix_source import Manuscript, SuffixSource
+from shared.drafting.copied_draft import CopiedDraft
 from shared.engine.sequence import Sequence
-from shared.sampling.proposal import Proposal
-
-# What a draft token was drawn from that nothing else could have been.
-_CERTAIN = struct.pack("<f", 1.0)
 
 # Tokens of a long prompt that are taken in before a step: everybody waits for that, some 2 µs a token.
 _MOST_AT_ONCE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedDraft:
-    """What was copied for a sequence; without a seed as if drawn from a distribution that has nothing else."""
-
-    manuscript: Manuscript
-    copied: Copied
-    coupled: bool
-
-    @property
-    def source(self) -> str:
-        return "suffix"
-
-    @property
-    def likelihoods(self) -> List[float]:
-        return self.copied.likelihoods
-
-    def proposal(self, count: int) -> Proposal:
-        self.manuscript.proposed = kept = self.copied.first(count)
-        proposal = kept.proposal
-        if self.coupled:
-            return proposal
-        ids = b"".join(struct.pack("<I", token) for token in proposal.token_ids)
-        return replace(proposal, candidate_counts=(1,) * count, candidate_ids=ids, candidate_probs=_CERTAIN * count)
-
-    def settle(self, proposal: Proposal, committed: List[int]) -> None:
-        """The manuscript learns of it with the tokens themselves."""
 
 
 class Copies:

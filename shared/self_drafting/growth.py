@@ -5,45 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from shared.drafting.tree_draft import TreeDraft
 from shared.engine.sequence import Sequence
-from shared.policy.calibration import Calibration, observe_proposal
+from shared.policy.calibration import Calibration
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.sampling.branching import branch
 from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows
 from shared.self_drafting.drafter import Growing, SelfDrafter
-
-
-@dataclass(frozen=True, slots=True)
-class TreeDraft:
-    """A tree that has grown; how often guesses like its own come true, the `calibrations` learn by depth."""
-
-    tree: DraftTree
-    calibrations: List[Calibration]
-
-    @property
-    def source(self) -> str:
-        return "target"
-
-    @property
-    def likelihoods(self) -> List[float]:
-        return self.tree.likelihoods()
-
-    def proposal(self, count: int) -> Proposal:
-        return self.tree.proposal(count).as_chain()
-
-    def settle(self, proposal: Proposal, committed: List[int]) -> None:
-        guesses, depths = self.tree.guesses(len(proposal)), proposal.depths
-
-        def observe(i: int, accepted: bool) -> None:
-            self.calibrations[depths[i + 1] - 1].observe(guesses[i], accepted)
-
-        observe_proposal(proposal.token_ids, proposal.followed_rows(), committed, observe)
 
 
 class Growth:
@@ -79,7 +52,7 @@ class Growth:
             if growing:
                 logits = self.drafter.extend([Growing(each, *following) for each, following in advanced.items()])
                 self._take(growing, logits, list(advanced.values()))
-        return {each: TreeDraft(tree, self._calibrations) for each, tree in trees.items()}
+        return {each: TreeDraft(tree, self._calibrations, "target") for each, tree in trees.items()}
 
     def _likelihood(self, guess: float, depth: int) -> float:
         return self._calibrations[depth].likelihood(guess)

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shared.drafting.copied_draft import CopiedDraft
+from shared.drafting.draft import Draft
+from shared.drafting.merged_draft import MergedDraft
+from shared.drafting.tree_draft import TreeDraft
 from shared.engine.engine import Engine
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool
@@ -21,7 +25,6 @@ from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.copies import Copies
-from shared.self_drafting.draft import Draft
 from shared.self_drafting.drafter import SelfDrafter
 from shared.self_drafting.growth import Growth, is_fixed
 
@@ -35,19 +38,21 @@ _WEIGHT = 0.05
 
 @dataclass(slots=True)
 class _Round:
-    """What of a draft is verified, behind so many tokens of its sequence."""
+    """What of a draft is verified, behind so many tokens of its sequence; `grown`: the drafter's part."""
 
     draft: Draft
     proposal: Proposal
     position: int
+    grown: TreeDraft | None
 
 
 class SelfDrafting:
     """The `Proposer` of copies and of what a drafter finds.
 
-    A sequence has what was copied for it, at once, where more of that may be expected to be accepted than of what the
-    drafter usually brings. A drafter is for sequences that are greedy or seeded, whose own draws verify it. A source
-    that fails is left out from then on; everything else goes on without. Belongs to the engine's thread.
+    A sequence has what was copied for it alone where more of that may be expected to be accepted than of what the
+    drafter usually brings, and else the likeliest of both. A drafter is for sequences that are greedy or seeded, whose
+    own draws verify it. A source that fails is left out from then on; everything else goes on without. Belongs to the
+    engine's thread.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class SelfDrafting:
         # Of the step that comes or runs.
         self._rounds: dict[Sequence, _Round] = {}
         self._load = 0
-        self._grew = False
+        self._drafts = False
         self._spent = 0.0
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
@@ -84,22 +89,22 @@ class SelfDrafting:
         found = self._rounds.get(sequence)
         return found.proposal if found is not None else EMPTY_PROPOSAL
 
-    def source_of(self, sequence: Sequence) -> str:
-        found = self._rounds.get(sequence)
-        return found.draft.source if found is not None else ""
-
     def propose(self, scheduler: Scheduler) -> None:
         self._give_up(self._rounds)  # of a step that never took place
-        self._rounds, self._load, self._grew, self._spent = {}, 0, False, 0.0
+        self._rounds, self._load, self._drafts, self._spent = {}, 0, False, 0.0
         began = self._clock()
         decoding = scheduler.decoding()
-        self._load = len(decoding)
-        room = scheduler.draft_room() // max(1, self._load)
         wanting = [each for each in decoding if each.params.self_draft is not None]
-        drafts = self._copy(scheduler, wanting, room)
-        drafts |= self._grow(scheduler, [each for each in wanting if each not in drafts], room)
+        if wanting:  # what is done for others says nothing of who drafts
+            self._load = len(decoding)
+        room = scheduler.draft_room() // max(1, self._load)
+        copied = self._copy(scheduler, wanting, room)
+        growing = self._who_may_grow(wanting)
+        self._drafts = not all(map(is_fixed, growing)) and self._policy.drafts(self._load)
+        lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
+        grown = self._grow(scheduler, [each for each in lacking if self._drafts or is_fixed(each)], room)
         self._spent = self._clock() - began
-        self._choose(scheduler, drafts)
+        self._choose(scheduler, copied, grown, room)
 
     def planned(self, plan: StepPlan | None) -> bool:
         scheduled = set() if plan is None else {item.sequence for item in plan.scheduled}
@@ -116,22 +121,21 @@ class SelfDrafting:
             self._drafter_failed(error)
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
-        # What fixed shapes and copies bring says nothing of whether drafting pays.
-        clean = True
         for sequence, found in self._rounds.items():
             committed = sequence.token_ids[found.position :]
             found.draft.settle(found.proposal, committed)
-            clean = clean and found.draft.source == "target" and not is_fixed(sequence)
-            if found.draft.source == "target":
-                self._usual += _WEIGHT * (found.proposal.num_agreeing(committed) - self._usual)
-        if self._growth is not None and self._load and not has_prompts and clean:
-            self._policy.observe(self._load, self._grew, num_tokens, seconds + self._spent)
+            if found.grown is not None:
+                its = found.grown.proposal(len(found.proposal)).num_agreeing(committed)
+                self._usual += _WEIGHT * (its - self._usual)
+        # What fixed shapes bring says nothing of whether drafting pays.
+        if self._load and not has_prompts and not any(map(is_fixed, self._rounds)):
+            self._policy.observe(self._load, self._drafts, num_tokens, seconds + self._spent)
 
-    def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, Draft]:
-        """For whom copies are more than a drafter would bring."""
+    def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
+        """For whom there is something."""
         if self._copies is None:
             return {}
-        found: dict[Sequence, Draft] = {}
+        found: dict[Sequence, CopiedDraft] = {}
         try:
             self._copies.sweep(set(scheduler.sequences()))
             if not wanting:
@@ -146,8 +150,7 @@ class SelfDrafting:
                     continue
                 branching = sequence.params.coupled and (not fixed or num_nodes > num_steps)
                 draft = self._copies.draft(sequence, num_steps, num_nodes, 0.0 if fixed else least, branching)
-                grows = self._growth is not None and self._may_grow(sequence)
-                if draft.copied.num_expected > (self._usual if grows else 0.0):
+                if draft.likelihoods:
                     found[sequence] = draft
         except Exception as error:
             self._copies = None
@@ -155,29 +158,30 @@ class SelfDrafting:
             return {}
         return found
 
-    def _grow(self, scheduler: Scheduler, sequences: List[Sequence], room: int) -> dict[Sequence, Draft]:
-        """What the drafter finds for those for which it pays."""
-        if self._growth is None or not sequences:
+    def _grow(self, scheduler: Scheduler, sequences: List[Sequence], room: int) -> dict[Sequence, TreeDraft]:
+        """What the drafter finds for them."""
+        if self._growth is None:
             return {}
-        adaptive = not all(map(is_fixed, sequences)) and self._policy.drafts(self._load)
         try:
             trees: dict[Sequence, DraftTree] = {}
             for sequence in sequences:
-                if (adaptive or is_fixed(sequence)) and self._may_grow(sequence):
-                    tree = self._tree(scheduler, sequence, room)
-                    if tree is not None:
-                        trees[sequence] = tree
-            if not trees:
-                return {}
-            self._grew = True
-            return dict(self._growth.grow(trees))
+                tree = self._tree(scheduler, sequence, room)
+                if tree is not None:
+                    trees[sequence] = tree
+            return self._growth.grow(trees) if trees else {}
         except Exception as error:
             self._drafter_failed(error)
             return {}
 
-    def _may_grow(self, sequence: Sequence) -> bool:
-        assert self._growth is not None
-        return sequence.params.coupled and _may_have(sequence, "target") and self._growth.drafter.ready(sequence)
+    def _who_may_grow(self, sequences: List[Sequence]) -> List[Sequence]:
+        if self._growth is None:
+            return []
+        may = [each for each in sequences if each.params.coupled and _may_have(each, "target")]
+        try:
+            return [each for each in may if self._growth.drafter.ready(each)]
+        except Exception as error:
+            self._drafter_failed(error)
+            return []
 
     def _tree(self, scheduler: Scheduler, sequence: Sequence, room: int) -> DraftTree | None:
         """An empty one of the shape that the sequence may have; None if it is to have none."""
@@ -193,8 +197,15 @@ class SelfDrafting:
             self._pool.copy_blocks(copies)
         return self._growth.tree(num_nodes, num_steps, branching=not is_fixed(sequence) or num_nodes > num_steps)
 
-    def _choose(self, scheduler: Scheduler, drafts: dict[Sequence, Draft]) -> None:
-        """Of all that was found what pays to be verified, the likeliest, as far as there are blocks for it."""
+    def _choose(
+        self, scheduler: Scheduler, copied: dict[Sequence, CopiedDraft], grown: dict[Sequence, TreeDraft], room: int
+    ) -> None:
+        """Of all that was found what pays to be verified, the likeliest, as far as there are blocks for it; at most
+        `room` for each."""
+        drafts: dict[Sequence, Draft] = {**copied, **grown}
+        drafts |= {
+            each: MergedDraft([grown[each], copied[each]]) for each in grown if each in copied and not _is_chain(each)
+        }
         likelihoods = {each: draft.likelihoods for each, draft in drafts.items()}
         adaptive = sorted(
             (its for each, found in likelihoods.items() if not is_fixed(each) for its in found), reverse=True
@@ -203,7 +214,8 @@ class SelfDrafting:
         least = adaptive[num_rows - 1] if num_rows else float("inf")
         for sequence, draft in drafts.items():
             found = likelihoods[sequence]
-            count = len(found) if is_fixed(sequence) else sum(its >= least for its in found)
+            fixed = _most_fixed(sequence)
+            count = min(sum(its >= least for its in found) if fixed is None else min(len(found), fixed), room)
             if count == 0:
                 continue
             copies = scheduler.reserve(sequence, 1 + count)
@@ -213,7 +225,8 @@ class SelfDrafting:
                 self._pool.copy_blocks(copies)
             if count > 0:
                 sequence.proposal = draft.proposal(count)
-                self._rounds[sequence] = _Round(draft, sequence.proposal, len(sequence.token_ids))
+                position, its = len(sequence.token_ids), grown.get(sequence)
+                self._rounds[sequence] = _Round(draft, sequence.proposal, position, its)
 
     def _give_up(self, sequences: Iterable[Sequence]) -> None:
         for sequence in list(sequences):
@@ -243,6 +256,20 @@ def _shape(sequence: Sequence, most_steps: int, room: int) -> tuple[int, int]:
     num_steps = min(most_steps if fixed is None else fixed, most_steps, left)
     num_nodes = min(_MOST_NODES if fixed is None else max(wanted.num_nodes, num_steps), room)
     return min(num_steps, num_nodes), num_nodes
+
+
+def _most_fixed(sequence: Sequence) -> int | None:
+    """How many draft tokens it has at most where that is said; None: what pays."""
+    wanted = sequence.params.self_draft
+    if wanted is None or wanted.num_draft_tokens is None:
+        return None
+    return max(wanted.num_nodes, wanted.num_draft_tokens)
+
+
+def _is_chain(sequence: Sequence) -> bool:
+    """Whether it is said that what it has is one line."""
+    wanted = sequence.params.self_draft
+    return wanted is not None and wanted.num_draft_tokens is not None and wanted.num_nodes <= wanted.num_draft_tokens
 
 
 def _report(source: str, error: Exception) -> None:

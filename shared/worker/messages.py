@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from outrider.v1 import inference_pb2, worker_pb2
 
 from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
-from shared.sampling.sampled import Candidates, TokenLogprobs
-
-# Of what a target drafts itself.
-_SOURCE_NAMES = {inference_pb2.DRAFT_SOURCE_SUFFIX: "suffix", inference_pb2.DRAFT_SOURCE_TARGET: "target"}
+from shared.sampling.sampled import TokenLogprobs
+from shared.worker.draft_sources import SOURCE_NAMES, SOURCES
 
 
 def params_to_proto(params: SamplingParams) -> worker_pb2.SequenceParams:
@@ -55,47 +51,39 @@ def params_from_proto(message: worker_pb2.SequenceParams) -> SamplingParams:
 
 
 def _self_draft_to_proto(wanted: SelfDraft) -> worker_pb2.SelfDraft:
-    sources = [source for source, name in _SOURCE_NAMES.items() if name in wanted.sources]
+    sources = [SOURCES[name] for name in wanted.sources]
     return worker_pb2.SelfDraft(num_draft_tokens=wanted.num_draft_tokens, num_nodes=wanted.num_nodes, sources=sources)
 
 
 def _self_draft(message: worker_pb2.SelfDraft) -> SelfDraft:
     num_draft_tokens = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
-    sources = tuple(_SOURCE_NAMES[source] for source in message.sources if source in _SOURCE_NAMES)
+    sources = tuple(SOURCE_NAMES[source] for source in message.sources if source in SOURCE_NAMES)
     return SelfDraft(num_draft_tokens, message.num_nodes, sources)
 
 
-def self_drafted_to_proto(proposal: Proposal, source: str) -> worker_pb2.Proposal | None:
-    """What a target drafted itself, as it tells of it; None if that is nothing."""
-    if not proposal:
-        return None
-    by = inference_pb2.DRAFT_SOURCE_SUFFIX if source == "suffix" else inference_pb2.DRAFT_SOURCE_TARGET
-    return worker_pb2.Proposal(token_ids=proposal.token_ids, parents=proposal.parents, source=by)
-
-
-def proposal_to_proto(
-    token_ids: list[int], candidates: list[Candidates | None], parents: Sequence[int] = ()
-) -> worker_pb2.Proposal:
-    """Draft tokens, the distributions they were drawn from where there are any, and of a tree what each follows."""
-    drawn_from = [entry for entry in candidates if entry is not None]
+def proposal_to_proto(proposal: Proposal) -> worker_pb2.Proposal:
     return worker_pb2.Proposal(
-        token_ids=token_ids,
-        candidate_counts=[entry.num_entries for entry in drawn_from],
-        candidate_ids=b"".join(entry.ids for entry in drawn_from),
-        candidate_probs=b"".join(entry.probs for entry in drawn_from),
-        parents=parents,
+        token_ids=proposal.token_ids,
+        candidate_counts=proposal.candidate_counts,
+        candidate_ids=proposal.candidate_ids,
+        candidate_probs=proposal.candidate_probs,
+        parents=proposal.parents,
+        sources=[SOURCES[name] for name in proposal.sources],
     )
 
 
 def proposal_from_proto(message: worker_pb2.Proposal) -> Proposal:
+    """Whose its tokens are is left out where that is not said of each."""
     if not message.token_ids:
         return EMPTY_PROPOSAL
+    sources = tuple(SOURCE_NAMES[source] for source in message.sources if source in SOURCE_NAMES)
     return Proposal(
         tuple(message.token_ids),
         tuple(message.candidate_counts),
         message.candidate_ids,
         message.candidate_probs,
         tuple(message.parents),
+        sources if len(sources) == len(message.token_ids) else (),
     )
 
 

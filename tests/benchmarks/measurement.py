@@ -17,7 +17,7 @@ from tests.benchmarks.memory import Memory, measure_memory
 from tests.benchmarks.model_pair import Pair
 from tests.benchmarks.prefix import PrefixResult, measure_prefix
 from tests.benchmarks.second_router import second_router
-from tests.support.service import MODEL_ALONE, inference
+from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
 PROMPT_TOKENS = 128
 FIXED_GAMMAS = tuple(range(1, 9))
@@ -107,7 +107,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
         draft=str(pair.draft),
         port=0,
         dtype="bfloat16",
-        environment={"draft": MODEL_ALONE},  # all modes have the same prompts
+        environment={"target-0": COPYING_NOTHING, "draft": MODEL_ALONE},  # all modes have the same prompts
     )
     async with (
         Stack(settings) as stack,

@@ -2,8 +2,8 @@
 
 One stream of the demo target, by prose (docstrings), code and text that repeats itself (code that is begun once more),
 at temperature 0 and 1. Every way of drafting in turns, each with prompts of its own (what one generated another could
-copy), in a stack that has everything at once: a draft worker with its model and copies, and a target with a head.
-Further heads have a stack each.
+copy), in a stack that has everything at once: a draft worker with its model and copies, and a target with a head and
+copies. Further heads have a stack each, and so has a target that does nothing but copy.
 
 python -m tests.benchmarks.sources --turns 8
 """
@@ -63,6 +63,13 @@ WAYS = [
     Way("model and suffix, what pays", (_MODEL, _SUFFIX)),
     Way("head, what pays", (_TARGET,)),
     Way("all, what pays"),
+]
+WITH_A_HEAD = [way for way in WAYS if way.gamma == 0 or way.sources == (_TARGET,)]
+COPYING = [
+    Way("off", gamma=0),
+    Way("copies in the target, 8", (_SUFFIX,), 8),
+    Way("copies in the target, tree of 16", (_SUFFIX,), 8, 16),
+    Way("copies in the target, what pays", (_SUFFIX,)),
 ]
 
 
@@ -137,10 +144,12 @@ def _docstrings(source: str) -> Iterator[str]:
             yield text
 
 
-async def measure(head: Path, ways: Sequence[Way], turns: int, on_turn: Callable[[str], None]) -> dict[str, Cell]:
+async def measure(
+    settings: StackSettings, ways: Sequence[Way], turns: int, on_turn: Callable[[str], None]
+) -> dict[str, Cell]:
     """Cells by "text at temperature: way"; of the first turn nothing counts."""
     cells: dict[str, Cell] = {}
-    async with Stack(StackSettings(port=0, head=str(head))) as stack, inference(stack) as stub:
+    async with Stack(settings) as stack, inference(stack) as stub:
         for kind in ("prose", "code", "repetitive"):
             for temperature in (0.0, 1.0):
                 draw = texts_of(kind, seed=1)
@@ -187,16 +196,18 @@ def main() -> None:
     console = Console(stderr=True)
     found: dict[str, dict[str, Cell]] = {}
     try:
-        for head in [DEMO_HEADS / "eagle3", DEMO_HEADS / "medusa", *options.heads]:
-            ways = WAYS if not found else [way for way in WAYS if way.gamma == 0 or way.sources == (_TARGET,)]
-            cells = asyncio.run(measure(head, ways, options.turns, console.print))
-            found[head.name] = cells
-            Console().print(f"head: {head.name}", render(cells), "")
+        stacks = {"all": (StackSettings(port=0, head=str(DEMO_HEADS / "eagle3")), WAYS)}
+        stacks["copies"] = StackSettings(port=0, draft=None), COPYING
+        for head in [DEMO_HEADS / "medusa", *options.heads]:
+            stacks[head.name] = StackSettings(port=0, draft=None, head=str(head)), WITH_A_HEAD
+        for name, (settings, ways) in stacks.items():
+            found[name] = asyncio.run(measure(settings, ways, options.turns, console.print))
+            Console().print(name, render(found[name]), "")
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench-sources: {error}")
     Console().print(str(this_machine()))
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {head: {name: asdict(cell) for name, cell in cells.items()} for head, cells in found.items()}
+    numbers = {stack: {name: asdict(cell) for name, cell in cells.items()} for stack, cells in found.items()}
     options.json.write_text(json.dumps(numbers, indent=2) + "\n")
 
 

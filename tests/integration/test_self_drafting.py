@@ -28,7 +28,7 @@ from tests.support.heads import (
     write_medusa,
 )
 from tests.support.models import tiny_llama
-from tests.support.service import Generated, generate, inference, running_stack, wait_until_idle
+from tests.support.service import COPYING_NOTHING, Generated, generate, inference, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,7 +60,7 @@ def write_drafter(kind: str, folder: Path, target: Path = DEMO_TARGET) -> dict[s
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     told = write_drafter(request.param, tmp_path_factory.mktemp("head"))
-    async with running_stack({"target-0": told}, draft=None) as running:
+    async with running_stack({"target-0": told | COPYING_NOTHING}, draft=None) as running:
         yield running
 
 
@@ -152,6 +152,41 @@ async def test_who_may_draft_is_the_requests_to_say(demo_references: list[Refere
         # Rounds of a fixed length are the draft worker's, where there is one.
         assert target not in await sources_of()
         await wait_until_idle(stack)
+
+
+@pytest.mark.parametrize(
+    ("head", "drafters"),
+    [
+        (None, {inference_pb2.DRAFT_SOURCE_MODEL, inference_pb2.DRAFT_SOURCE_SUFFIX}),
+        (str(DEMO_HEADS / "eagle3"), {inference_pb2.DRAFT_SOURCE_TARGET, inference_pb2.DRAFT_SOURCE_SUFFIX}),
+    ],
+    ids=["by a draft worker", "by the target"],
+)
+async def test_what_several_draft_is_one_tree(head: str | None, drafters: set[inference_pb2.DraftSource]) -> None:
+    """Prompts that begin again with what they began with, and go on otherwise."""
+    prompts = [prompt[:120] + prompt[:20] for prompt in python_prompts(120)]
+    expected = references(DEMO_TARGET, prompts, 4, NUM_TOKENS)
+    draft = None if head else str(DEMO_DRAFT)
+    async with running_stack(head=head, draft=draft) as stack, inference(stack) as stub:
+        answers = []
+        for reference in expected:
+            answer = await generate(
+                stub, reference.prompt, gamma=3, num_nodes=16, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True,
+                include_draft_tokens=True,
+            )  # fmt: skip
+            assert answer.token_ids == reference.token_ids
+            answers.append(answer)
+        await wait_until_idle(stack)
+    assert {its.source for answer in answers for its in answer.usage.by_source} == drafters
+    # In some rounds both have tokens.
+    assert any(sum(its.rounds for its in answer.usage.by_source) > answer.usage.rounds for answer in answers)
+    accepted = [
+        token.source
+        for answer in answers
+        for token in answer.outputs[0].draft_tokens
+        if token.origin == inference_pb2.TOKEN_ORIGIN_ACCEPTED
+    ]
+    assert set(accepted) == drafters
 
 
 @pytest.mark.parametrize("kind", KINDS)

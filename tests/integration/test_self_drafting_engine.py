@@ -70,7 +70,13 @@ def drafts_with(kind: str, target: Path, folder: Path) -> dict[str, Any]:
 
 
 def engine_of(target: Path, **fields: Any) -> Engine:
-    defaults: dict[str, Any] = {"dtype": "float32", "native": "off", "num_blocks": 40, "max_batch_tokens": 40}
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "native": "off",
+        "num_blocks": 40,
+        "max_batch_tokens": 40,
+        "copied_tokens": 0,
+    }
     settings = TargetSettings(model=str(target), **(defaults | fields))
     return load_engine(settings, verify, lambda model: self_drafting(settings, model))
 
@@ -280,6 +286,21 @@ def test_forks_of_a_prompt_of_one_token(kind: str, tmp_path: Path) -> None:
     before = engine.drafts_with
     write(engine, [first])
     assert engine.drafts_with == before
+
+
+def test_copies_and_a_head_draft_one_tree(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, engine = engine_of(target), engine_of(target, **drafts_with("copies and eagle3", target, tmp_path / "head"))
+    # More than of any copies is accepted of what the head finds, as far as that is known.
+    engine._proposer._usual = 100.0  # type: ignore[union-attr]
+    prompt = 3 * next(random_prompts(12))
+    asked = sequence(prompt, self_draft=SelfDraft(3, 9))
+    engine.scheduler.add(asked)
+    by_round = []
+    while (outcome := engine.step()) is not None:
+        by_round += [set(gain.self_drafted.sources) for gain in outcome.gains if gain.self_drafted]
+    assert {"target", "suffix"} in by_round
+    assert asked.token_ids[len(prompt) :] == write(plain, [sequence(prompt)])[0]
 
 
 @pytest.mark.parametrize(("budget", "load", "wanted"), [(17, 1, SelfDraft(8, 16)), (512, 32, SelfDraft(4, 16))])

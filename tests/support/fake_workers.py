@@ -441,11 +441,11 @@ class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
         result.status = draft_pb2.DRAFT_STATUS_PROPOSED
         if answer is Answer.GARBAGE:
             result.proposal.token_ids[:] = [2**31] * (propose.num_draft_tokens + 5)
-            result.proposal.source = inference_pb2.DRAFT_SOURCE_MODEL
+            result.proposal.sources[:] = [inference_pb2.DRAFT_SOURCE_MODEL] * len(result.proposal.token_ids)
         elif answer is not Answer.EMPTY:
             key = key_of(sequence.params)
             result.proposal.token_ids[:] = draft_tokens(sequence.token_ids, propose.num_draft_tokens, key)
-            result.proposal.source = inference_pb2.DRAFT_SOURCE_MODEL
+            result.proposal.sources[:] = [inference_pb2.DRAFT_SOURCE_MODEL] * len(result.proposal.token_ids)
         if answer is Answer.LATE:
             stale = draft_pb2.DraftResult(
                 sequence_id=propose.sequence_id, position=position - 1, status=draft_pb2.DRAFT_STATUS_PROPOSED

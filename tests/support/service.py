@@ -23,6 +23,8 @@ from tests.support.usage import check_usage
 
 MODEL_ALONE = {"OUTRIDER_DRAFT_COPIED_TOKENS": "0"}
 """Of a drafter that proposes what its model draws, and copies nothing of what was generated for the same prompt."""
+COPYING_NOTHING = {"OUTRIDER_TARGET_COPIED_TOKENS": "0"}
+"""Of a target that does not either, where γ is adaptive."""
 
 IDLE_SECONDS = 30.0
 _POLL_SECONDS = 0.05

@@ -173,11 +173,13 @@ def test_what_computes_knows_no_queues(module: str) -> None:
         ("shared.engine", ("shared.engine", "shared.sampling", "shared.prefix.block_hash", "shared.settings")),
         ("shared.sampling", ("shared.sampling",)),
         ("shared.copying", ("shared.copying", "shared.policy", "shared.sampling")),
+        ("shared.drafting", ("shared.drafting", "shared.copying", "shared.policy", "shared.sampling")),
         (
             "shared.self_drafting",
             (
                 "shared.self_drafting",
                 "shared.copying",
+                "shared.drafting",
                 "shared.engine",
                 "shared.policy",
                 "shared.sampling",

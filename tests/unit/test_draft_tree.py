@@ -18,6 +18,7 @@ from services.draft.settings import DraftSettings
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence
+from shared.policy.calibration import Calibration
 from shared.prefix.block_hash import root_hash
 from shared.sampling.coupled import gumbel_noise
 from shared.sampling.draft_tree import WIDTH, DraftTree
@@ -113,10 +114,16 @@ def engine_for(model: CausalLM, **fields: Any) -> Engine:
     return Engine(model, DraftSettings(model="tiny", **{"num_blocks": 100, "block_size": 8, **fields}), draw)
 
 
+class Untaught(Calibration):
+    """Learns nothing from one round for the next."""
+
+    def observe(self, guess: float, accepted: bool) -> None: ...
+
+
 def drafter(engine: Engine, tokens: list[int], num_prompt_tokens: int, params: SamplingParams) -> Drafter:
     sequence = Sequence(tokens, num_prompt_tokens, params, root_hash(engine.fingerprint, b""), drafting=True)
     engine.scheduler.add(sequence)
-    return Drafter(sequence)
+    return Drafter(sequence, [Untaught()])
 
 
 def answers(engine: Engine, drafters: list[Drafter]) -> list[Proposal]:
@@ -129,8 +136,7 @@ def answers(engine: Engine, drafters: list[Drafter]) -> list[Proposal]:
         engine.scheduler.check()
         for gain in outcome.gains:
             by_sequence[gain.sequence].take(gain.sampled)
-    found = [each.answer() for each in drafters]
-    return [Proposal(tuple(token_ids), parents=tuple(parents)) for token_ids, _, parents in found]
+    return [each.answer() for each in drafters]
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,25 @@ import pytest
 
 from services.draft.drafter import Drafter
 from shared.engine.sequence import Sequence
+from shared.policy.calibration import Calibration
 from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import Proposal
 from shared.sampling.sampled import Candidates, SampledTokens
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
 def drafter(prompt: list[int] = PROMPT) -> Drafter:
-    return Drafter(Sequence(prompt, len(prompt), SamplingParams(), b"root", drafting=True))
+    return Drafter(Sequence(prompt, len(prompt), SamplingParams(), b"root", drafting=True), [Calibration()])
 
 
 def mark(token: int) -> Candidates:
     """Candidates that tell which draw they belong to."""
     return Candidates(1, token.to_bytes(4, "little"), b"")
+
+
+def proposal(token_ids: list[int], candidates: list[Candidates]) -> Proposal:
+    return Proposal(tuple(token_ids), sources=("model",) * len(token_ids)).drawn_from(candidates)
 
 
 def run(d: Drafter, draws: list[int]) -> None:
@@ -40,7 +46,7 @@ def test_a_proposal_takes_as_many_draws_as_were_asked_for() -> None:
     assert d.sequence.num_steps == 3
     run(d, [10, 11, 12])
     assert d.answerable
-    assert d.answer()[:2] == ([10, 11, 12], [mark(10), mark(11), mark(12)])
+    assert d.answer() == proposal([10, 11, 12], [mark(10), mark(11), mark(12)])
     assert not d.answerable
     assert d.sequence.num_pending_tokens == 0
 
@@ -64,7 +70,7 @@ def test_what_was_to_be_prefilled_ends_with_what_is_known_when_later_draws_fall(
     d.commit(6, [99])
     d.ask(1)
     run(d, [20])
-    assert d.answer()[:2] == ([20], [mark(20)])
+    assert d.answer() == proposal([20], [mark(20)])
     assert d.sequence.num_pending_tokens == 0
 
 
@@ -107,7 +113,7 @@ def test_rejected_draws_are_dropped_with_their_candidates() -> None:
     assert d.sequence.num_computed_tokens == len(PROMPT) + 1
     d.ask(2)
     run(d, [20, 21])
-    assert d.answer()[:2] == ([20, 21], [mark(20), mark(21)])
+    assert d.answer() == proposal([20, 21], [mark(20), mark(21)])
 
 
 def test_all_accepted_keeps_the_kv_and_owes_the_last_draw_one_forward() -> None:
@@ -133,7 +139,7 @@ def test_a_right_guess_is_the_beginning_of_the_next_proposal() -> None:
     d.ask(2)
     assert d.answerable, "at once"
     assert d.sequence.num_steps == 0
-    assert d.answer()[:2] == ([20, 21], [mark(20), mark(21)])
+    assert d.answer() == proposal([20, 21], [mark(20), mark(21)])
 
 
 def test_a_right_guess_that_is_not_enough_is_drawn_on() -> None:
@@ -147,7 +153,7 @@ def test_a_right_guess_that_is_not_enough_is_drawn_on() -> None:
     d.ask(3)
     assert not d.answerable
     run(d, [21, 22])
-    assert d.answer()[:2] == ([20, 21, 22], [mark(20), mark(21), mark(22)])
+    assert d.answer() == proposal([20, 21, 22], [mark(20), mark(21), mark(22)])
 
 
 @pytest.mark.parametrize("committed", [[10, 11, 77], [10, 77], [77]])
@@ -172,7 +178,7 @@ def test_a_commit_takes_back_what_was_asked() -> None:
     assert not d.answerable
     d.ask(1)
     run(d, [11])
-    assert d.answer()[:2] == ([11], [mark(11)])
+    assert d.answer() == proposal([11], [mark(11)])
 
 
 def test_random_lives_keep_tokens_and_candidates_in_step() -> None:
@@ -184,14 +190,14 @@ def test_random_lives_keep_tokens_and_candidates_in_step() -> None:
             count = rng.randrange(1, 5)
             d.ask(count)
             run(d, [rng.randrange(3) for _ in range(d.sequence.num_steps)])
-            proposal, candidates, _ = d.answer()
-            assert len(proposal) == count
-            assert candidates == [mark(token) for token in proposal]
+            drawn = d.answer().token_ids
+            assert len(drawn) == count
+            assert d.candidates[:count] == [mark(token) for token in drawn]
             if rng.random() < 0.7:
                 d.guess_on(rng.randrange(1, 4))
                 run(d, [rng.randrange(3) for _ in range(d.sequence.num_steps)])
             accepted = rng.randrange(count + 1)
-            new = [*proposal[:accepted], rng.randrange(3)]
+            new = [*drawn[:accepted], rng.randrange(3)]
             d.commit(len(committed), new)
             committed += new
             assert d.sequence.token_ids[: d.sequence.num_committed] == committed

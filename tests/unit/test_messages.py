@@ -75,7 +75,9 @@ def packed(*pairs: tuple[int, float]) -> Candidates:
 
 
 def test_a_proposal_carries_each_tokens_distribution() -> None:
-    message = proposal_to_proto([7, 2**31], [packed((7, 0.5), (9, 0.25), (1, 0.25)), packed((2**31, 1.0))])
+    message = proposal_to_proto(
+        Proposal((7, 2**31)).drawn_from([packed((7, 0.5), (9, 0.25), (1, 0.25)), packed((2**31, 1.0))])
+    )
     proposal = proposal_from_proto(worker_pb2.Proposal.FromString(message.SerializeToString()))
     assert proposal.token_ids == (7, 2**31)
     assert proposal.candidate_counts == (3, 1)
@@ -84,7 +86,7 @@ def test_a_proposal_carries_each_tokens_distribution() -> None:
 
 
 def test_a_coupled_proposal_carries_ids_alone() -> None:
-    assert proposal_from_proto(proposal_to_proto([4, 5], [None, None])) == Proposal((4, 5))
+    assert proposal_from_proto(proposal_to_proto(Proposal((4, 5)))) == Proposal((4, 5))
 
 
 def test_no_proposal_is_the_empty_one() -> None:
@@ -107,7 +109,12 @@ def test_it_imports_no_torch() -> None:
 
 
 def test_a_tree_comes_through() -> None:
-    sent = proposal_to_proto([7, 8, 9], [], (0, 0, 2))
-    received = proposal_from_proto(worker_pb2.Proposal.FromString(sent.SerializeToString()))
-    assert received == Proposal((7, 8, 9), parents=(0, 0, 2))
+    tree = Proposal((7, 8, 9), parents=(0, 0, 2), sources=("model", "suffix", "target"))
+    sent = proposal_to_proto(tree)
+    assert proposal_from_proto(worker_pb2.Proposal.FromString(sent.SerializeToString())) == tree
+    # Who is not known, or not said of each token, is nobody.
+    del sent.sources[:]
+    for sources in (b"\x01", b"\x01\x02\x63"):
+        said = sent.SerializeToString() + bytes([6 << 3 | 2, len(sources)]) + sources
+        assert proposal_from_proto(worker_pb2.Proposal.FromString(said)).sources == ()
     assert proposal_from_proto(worker_pb2.Proposal(parents=[0, 1])) == EMPTY_PROPOSAL

@@ -42,7 +42,7 @@ def test_rounds_are_counted_by_position() -> None:
     usage = meter(recorder)
     rounds = [(3, 3), (3, 0), (1, 1), (5, 2), (2, 1)]
     for drafted, accepted in rounds:
-        usage.round_verified(inference_pb2.DRAFT_SOURCE_MODEL, drafted, accepted, accepted, drafted)
+        usage.round_verified(["model"] * drafted, range(accepted), accepted, drafted)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (5, 14, 7)
     assert [(entry.drafted, entry.accepted) for entry in told.acceptance_by_position] == [
@@ -59,8 +59,8 @@ def test_rounds_are_counted_by_position() -> None:
 def test_the_client_is_told_what_was_kept_and_the_metrics_what_was_accepted() -> None:
     recorder = Recorder()
     usage = meter(recorder)
-    usage.round_verified(inference_pb2.DRAFT_SOURCE_TARGET, 4, 3, 3, 4)
-    usage.round_verified(inference_pb2.DRAFT_SOURCE_SUFFIX, 4, 4, 1, 4)
+    usage.round_verified(["target"] * 4, range(3), 3, 4)
+    usage.round_verified(["suffix"] * 4, range(4), 1, 4)
     told = usage.to_proto()
     assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (2, 8, 4)
     assert [entry.drafted for entry in told.acceptance_by_position] == [2, 2, 2, 2]
@@ -69,6 +69,20 @@ def test_the_client_is_told_what_was_kept_and_the_metrics_what_was_accepted() ->
     assert [(its.source, its.rounds, its.draft_tokens, its.accepted_tokens) for its in told.by_source] == [
         (inference_pb2.DRAFT_SOURCE_TARGET, 1, 4, 3),
         (inference_pb2.DRAFT_SOURCE_SUFFIX, 1, 4, 1),
+    ]
+
+
+def test_each_source_has_its_own_tokens_of_a_round_of_several() -> None:
+    recorder = Recorder()
+    usage = meter(recorder)
+    usage.round_verified(["target", "suffix", "target", "suffix", "suffix"], [0, 1, 4], 2, 3)
+    told = usage.to_proto()
+    assert (told.rounds, told.draft_tokens, told.accepted_tokens) == (1, 5, 2)
+    assert [entry.accepted for entry in told.acceptance_by_position] == [1, 1, 0]
+    assert recorder.calls == [("round_verified", "target", 2, 1), ("round_verified", "suffix", 3, 2)]
+    assert [(its.source, its.rounds, its.draft_tokens, its.accepted_tokens) for its in told.by_source] == [
+        (inference_pb2.DRAFT_SOURCE_TARGET, 1, 2, 1),
+        (inference_pb2.DRAFT_SOURCE_SUFFIX, 1, 3, 1),
     ]
 
 

@@ -14,6 +14,7 @@ from services.router.text.tokenizer import ChatTemplateError, TextTokenizer
 from shared.rpc.checks import check_count, check_range, check_token_ids
 from shared.rpc.errors import InvalidArgument
 from shared.sampling.params import SamplingParams, SelfDraft
+from shared.worker.draft_sources import SOURCES
 from shared.worker.sampling_limits import check_sampling
 
 _DEFAULT_MAX_TOKENS = 256
@@ -24,7 +25,7 @@ _MAX_CHAT_MESSAGES = 4096
 _MAX_SEQUENCES = 16
 _MAX_DRAFT_TOKENS = 16
 _MAX_NODES = 64
-_OF_TARGETS = {inference_pb2.DRAFT_SOURCE_SUFFIX: "suffix", inference_pb2.DRAFT_SOURCE_TARGET: "target"}
+_OF_TARGETS = ("suffix", "target")
 _OF_DRAFT_WORKERS = (inference_pb2.DRAFT_SOURCE_MODEL, inference_pb2.DRAFT_SOURCE_SUFFIX)
 
 
@@ -121,7 +122,7 @@ def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits:
     request = checked.request
     prompt_ids = _prompt_ids(request, tokenizer, limits)
     params = _with_lengths(checked.params, request, len(prompt_ids), limits)
-    of_target = tuple(name for source, name in _OF_TARGETS.items() if checked.may_draft(source))
+    of_target = tuple(name for name in _OF_TARGETS if checked.may_draft(SOURCES[name]))
     if of_target:
         own = SelfDraft(checked.num_draft_tokens, checked.num_nodes, of_target if checked.sources else ())
         params = replace(params, self_draft=own)

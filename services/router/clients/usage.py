@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outrider.v1 import inference_pb2
 
-from shared.telemetry.draft_source import source_name
 from shared.telemetry.metrics import RouterMetrics
+from shared.worker.draft_sources import SOURCES
 
 
 class UsageMeter:
@@ -61,31 +61,34 @@ class UsageMeter:
 
     def round_verified(
         self,
-        source: inference_pb2.DraftSource,
-        num_draft_tokens: int,
-        num_accepted: int,
+        sources: Sequence[str],
+        path: Sequence[int],
         num_kept: int,
         depth: int,
     ) -> None:
-        """A round of that source whose result was taken: the target accepted `num_accepted` draft tokens, of which the
-        first `num_kept` are output (a stop string may have ended it before the others). `depth`: of them all, the most
-        in a line. The client is told of those kept; the metrics, which say how well the drafter guesses, of all."""
+        """A round whose result was taken, of draft tokens of these `sources`: the target accepted those of `path`, of
+        which the first `num_kept` are output (a stop string may have ended it before the others). `depth`: of them all,
+        the most in a line. The client is told of those kept; the metrics, which say how well who drafts guesses, of
+        all."""
         usage = self._usage
         usage.rounds += 1
-        usage.draft_tokens += num_draft_tokens
+        usage.draft_tokens += len(sources)
         usage.accepted_tokens += num_kept
         while len(usage.acceptance_by_position) < depth:
             usage.acceptance_by_position.add()
         for position in range(depth):
             usage.acceptance_by_position[position].drafted += 1
             usage.acceptance_by_position[position].accepted += position < num_kept
-        its = next((each for each in usage.by_source if each.source == source), None)
-        if its is None:
-            its = usage.by_source.add(source=source)
-        its.rounds += 1
-        its.draft_tokens += num_draft_tokens
-        its.accepted_tokens += num_kept
-        self._metrics.round_verified(source_name(source), num_draft_tokens, num_accepted)
+        for name in dict.fromkeys(sources):
+            source = SOURCES[name]
+            its = next((each for each in usage.by_source if each.source == source), None)
+            if its is None:
+                its = usage.by_source.add(source=source)
+            accepted = [sources[i] == name for i in path]
+            its.rounds += 1
+            its.draft_tokens += sources.count(name)
+            its.accepted_tokens += sum(accepted[:num_kept])
+            self._metrics.round_verified(name, sources.count(name), sum(accepted))
 
     def finished(self, error_type: str | None) -> None:
         """The request ended; `error_type` is the gRPC status name unless all went well."""

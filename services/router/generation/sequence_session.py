@@ -16,8 +16,10 @@ from shared.policy.gamma import GammaController, Situation
 from shared.policy.pace import Pace
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
+from shared.sampling.proposal import Proposal
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
 from shared.telemetry.tracing import current_traceparent, traceparent
+from shared.worker.draft_sources import SOURCES
 from shared.worker.messages import proposal_from_proto
 
 if TYPE_CHECKING:
@@ -35,9 +37,6 @@ _LOST = (
     target_pb2.STEP_STATUS_FAILED,
     target_pb2.STEP_STATUS_TOO_LARGE,
 )
-
-
-_DRAFTED = (inference_pb2.TOKEN_ORIGIN_ACCEPTED, inference_pb2.TOKEN_ORIGIN_REJECTED)
 
 
 class SequenceSession:
@@ -200,8 +199,6 @@ class SequenceSession:
         drafted = entry.result.num_draft_tokens if _is_round(entry.result) else 0
         if drafted and proposal is not None:
             self._proposal = proposal
-            # A worker that does not say who drafted has a model and no more.
-            proposal.source = proposal.source or inference_pb2.DRAFT_SOURCE_MODEL
             if proposal.parents:
                 return entry  # which says nothing of chains
         if proposal is not None and len(proposal.token_ids) < num_draft_tokens:
@@ -260,10 +257,11 @@ class SequenceSession:
         usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
         # What a stop string cut off is no output, and so not accepted.
         num_kept = min(result.num_accepted, len(tokens))
-        drafted = result.self_drafted if result.HasField("self_drafted") else self._proposal
+        drafted = proposal_from_proto(result.self_drafted if result.HasField("self_drafted") else self._proposal)
         if result.num_draft_tokens:
-            depth = max(proposal_from_proto(drafted).depths) if drafted.parents else result.num_draft_tokens
-            usage.round_verified(drafted.source, result.num_draft_tokens, result.num_accepted, num_kept, depth)
+            depth = max(drafted.depths) if drafted.parents else result.num_draft_tokens
+            path = drafted.path(result.token_ids[: result.num_accepted])
+            usage.round_verified(_sources(drafted)[: result.num_draft_tokens], path, num_kept, depth)
         chunk = inference_pb2.GenerateResponse(
             index=self._params.sequence_index,
             text=text,
@@ -278,27 +276,33 @@ class SequenceSession:
     def _show_draft(
         self,
         chunk: inference_pb2.GenerateResponse,
-        drafted: worker_pb2.Proposal,
+        drafted: Proposal,
         result: target_pb2.StepResult,
         tokens: Sequence[int],
         num_kept: int,
     ) -> None:
         """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
-        proposal = proposal_from_proto(drafted)
+        nobody = inference_pb2.DRAFT_SOURCE_UNSPECIFIED
+        shown: list[tuple[int, inference_pb2.TokenOrigin, inference_pb2.DraftSource]] = []
         if result.num_draft_tokens == 0:
-            last = inference_pb2.TOKEN_ORIGIN_TARGET
-        elif not proposal.following(result.token_ids[: result.num_accepted]):
-            last = inference_pb2.TOKEN_ORIGIN_BONUS
+            shown = [(token, inference_pb2.TOKEN_ORIGIN_TARGET, nobody) for token in tokens]
         else:
-            last = inference_pb2.TOKEN_ORIGIN_RECOVERED
-        shown = [(token, inference_pb2.TOKEN_ORIGIN_ACCEPTED) for token in tokens[:num_kept]]
-        if result.num_draft_tokens:
-            rejected = proposal.following(tokens[:num_kept])
-            shown += [(token, inference_pb2.TOKEN_ORIGIN_REJECTED) for token in rejected]
-        shown += [(token, last) for token in tokens[num_kept:]]
-        for token, origin in shown:
-            source = drafted.source if origin in _DRAFTED else inference_pb2.DRAFT_SOURCE_UNSPECIFIED
+            path, sources = drafted.path(result.token_ids[: result.num_accepted]), _sources(drafted)
+            rejected = drafted.following(path[:num_kept])
+            last = inference_pb2.TOKEN_ORIGIN_RECOVERED if drafted.following(path) else inference_pb2.TOKEN_ORIGIN_BONUS
+            for indices, origin in (
+                (path[:num_kept], inference_pb2.TOKEN_ORIGIN_ACCEPTED),
+                (rejected, inference_pb2.TOKEN_ORIGIN_REJECTED),
+            ):
+                shown += [(drafted.token_ids[i], origin, SOURCES[sources[i]]) for i in indices]
+            shown += [(token, last, nobody) for token in tokens[num_kept:]]
+        for token, origin, source in shown:
             chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin, source=source)
+
+
+def _sources(drafted: Proposal) -> Sequence[str]:
+    """Who drafted each token: a worker that does not say has a model and no more."""
+    return drafted.sources or ("model",) * len(drafted)
 
 
 def _is_round(result: target_pb2.StepResult) -> bool:

@@ -27,7 +27,7 @@ from tests.benchmarks.machine import this_machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
 from tests.benchmarks.peers.engine import run_engine
-from tests.support.service import MODEL_ALONE, inference
+from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
 PEERS = ("openvino", "vllm")
 _OURS = {"outrider, off": OFF, "outrider, on": ON}
@@ -70,7 +70,7 @@ async def measure(
             port=0,
             dtype="bfloat16",
             environment={
-                "target-0": {"OUTRIDER_TARGET_QUANTIZE": quantize},
+                "target-0": {"OUTRIDER_TARGET_QUANTIZE": quantize, **COPYING_NOTHING},
                 "draft": {"OUTRIDER_DRAFT_QUANTIZE": quantize, **MODEL_ALONE},
             },
         )

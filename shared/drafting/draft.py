@@ -1,4 +1,4 @@
-"""Draft tokens of one sequence, whoever found them, before it is known how many of them are verified."""
+"""What every source's draft can be asked."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from shared.sampling.proposal import Proposal
 
 
 class Draft(Protocol):
-    """`source`: target or suffix. `likelihoods`: of each token to be accepted, with all those before it, best first."""
-
-    @property
-    def source(self) -> str: ...
+    """`likelihoods`: of each token to be accepted, with all those before it, best first."""
 
     @property
     def likelihoods(self) -> Sequence[float]: ...

@@ -1,0 +1,35 @@
+"""What was copied for a sequence, as a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.copying.copied import Copied
+from shared.copying.suffix_source import Manuscript
+from shared.sampling.proposal import Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedDraft:
+    """What was copied for a sequence; without a seed as if drawn from a distribution that has nothing else."""
+
+    manuscript: Manuscript
+    copied: Copied
+    coupled: bool
+
+    @property
+    def likelihoods(self) -> Sequence[float]:
+        return self.copied.likelihoods
+
+    @property
+    def num_expected(self) -> float:
+        """How many of its tokens may be expected to be accepted."""
+        return self.copied.num_expected
+
+    def proposal(self, count: int) -> Proposal:
+        self.manuscript.proposed = kept = self.copied.first(count)
+        return kept.proposal if self.coupled else kept.proposal.as_certain()
+
+    def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
+        """The manuscript learns of it with the tokens themselves."""
