@@ -12,11 +12,10 @@ from shared.sampling.proposal import Proposal
 
 @dataclass(frozen=True, slots=True)
 class CopiedDraft:
-    """What was copied for a sequence; without a seed as if drawn from a distribution that has nothing else."""
+    """What was copied for a sequence."""
 
     manuscript: Manuscript
     copied: Copied
-    coupled: bool
 
     @property
     def likelihoods(self) -> Sequence[float]:
@@ -29,7 +28,7 @@ class CopiedDraft:
 
     def proposal(self, count: int) -> Proposal:
         self.manuscript.proposed = kept = self.copied.first(count)
-        return kept.proposal if self.coupled else kept.proposal.as_certain()
+        return kept.proposal
 
     def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
         """The manuscript learns of it with the tokens themselves."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from shared.policy.overhead import nearest_power
 from shared.policy.step_costs import StepCosts
+from shared.policy.verify_costs import VerifyCosts
 
 # Of what steps brought so much is remembered, in steps.
 _MEMORY_STEPS: Final = 50.0
@@ -51,9 +51,11 @@ class _Load:
     def __init__(self) -> None:
         self.drafting, self.plain = _Goodput(), _Goodput()
         self.drafts = True
-        # Of a trial of the other way so many steps are left, and the next begins then.
+        # Of a trial of the other way so many steps are left, and the next begins after so many seconds of steps at this
+        # load, of which there were so many.
         self.num_left = 0
         self.next_trial = 0.0
+        self.seconds = 0.0
 
     def of(self, drafts: bool) -> _Goodput:
         return self.drafting if drafts else self.plain
@@ -66,13 +68,12 @@ class SelfDraftingPolicy:
     brings less is tried again now and then, for a hundredth of the time. While it goes on, everything has its price in
     the tokens that the time would bring otherwise: a further step of the drafter must promise more than it takes, and
     so must each row of verification (of all sequences' draft tokens the likeliest, as many as bring most tokens a
-    second: the budget by survival of SmartSpec, Liu et al. 2024). `clock`: seconds.
+    second: the budget by survival of SmartSpec, Liu et al. 2024).
     """
 
-    def __init__(self, costs: StepCosts, clock: Callable[[], float] = time.monotonic) -> None:
-        """`costs`: of the target's steps."""
-        self._costs = costs
-        self._clock = clock
+    def __init__(self, costs: StepCosts) -> None:
+        """`costs`: of the target's steps, as measured at warm-up."""
+        self._costs = VerifyCosts(costs)
         self._loads: dict[int, _Load] = {}
         # Of a step of the drafter among that many sequences, by power of two.
         self._draft_seconds: dict[int, float] = {}
@@ -84,7 +85,7 @@ class SelfDraftingPolicy:
             at.num_left -= 1
             if at.num_left == 0:
                 self._conclude(at)
-        elif self._clock() >= at.next_trial and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
+        elif at.seconds >= at.next_trial and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
             at.num_left = _TRIAL_STEPS
         return at.drafts if at.num_left == 0 else not at.drafts
 
@@ -96,17 +97,16 @@ class SelfDraftingPolicy:
 
     def least_likelihood(self, load: int) -> float:
         """How likely a token must be to be accepted so as to be worth its row."""
-        row = (self._costs.seconds(2 * load) - self._costs.seconds(load)) / load
-        return min(1.0, row * self._price(load))
+        return min(1.0, self._costs.row_seconds(load) * self._price(load))
 
     def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
         """How many draft tokens to verify, of those with these likelihoods, best first, after `spent` seconds of
         drafting."""
         tokens, best, count = float(load), 0, 0
-        most = tokens / (self._costs.seconds(load) + spent)
+        most = tokens / (self._costs.seconds(load, 0) + spent)
         for count, likelihood in enumerate(likelihoods, 1):
             tokens += likelihood
-            rate = tokens / (self._costs.seconds(load + count) + spent)
+            rate = tokens / (self._costs.seconds(load, count) + spent)
             if rate > most:
                 most, best = rate, count
         return best
@@ -117,10 +117,16 @@ class SelfDraftingPolicy:
         before = self._draft_seconds.get(bucket, seconds)
         self._draft_seconds[bucket] = before + _WEIGHT * (min(seconds, 4 * before) - before)
 
+    def observe_step(self, load: int, num_draft_tokens: int, seconds: float) -> None:
+        """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens."""
+        self._costs.observe(load, num_draft_tokens, seconds)
+
     def observe(self, load: int, drafted: bool, num_tokens: int, seconds: float) -> None:
         """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
         nothing that would have been drafted whatever was decided."""
-        self._at(load).of(drafted).observe(num_tokens, seconds)
+        at = self._at(load)
+        at.seconds += seconds
+        at.of(drafted).observe(num_tokens, seconds)
 
     def _conclude(self, at: _Load) -> None:
         """A trial of the other way has ended: takes the better one, and says when the other is tried again."""
@@ -129,12 +135,14 @@ class SelfDraftingPolicy:
         one, other = at.of(at.drafts), at.of(not at.drafts)
         lost = max(0.0, 1 - other.rate / one.rate) if one.rate > 0 else 0.0
         trial = _TRIAL_STEPS * max(other.step_seconds, one.step_seconds)
-        at.next_trial = self._clock() + max(trial * lost / _TRIAL_SHARE, trial * _LEAST_TRIALS_APART)
+        at.next_trial = at.seconds + max(trial * lost / _TRIAL_SHARE, trial * _LEAST_TRIALS_APART)
 
     def _price(self, load: int) -> float:
         """Tokens that a second is worth."""
         at = self._at(load)
-        return max(at.drafting.rate, at.plain.rate, load / self._costs.seconds(load) if not at.plain.num_steps else 0.0)
+        return max(
+            at.drafting.rate, at.plain.rate, load / self._costs.seconds(load, 0) if not at.plain.num_steps else 0.0
+        )
 
     def _at(self, load: int) -> _Load:
         return self._loads.setdefault(nearest_power(load), _Load())

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shared.sampling.sampled import Candidates
-
-# What a draft token was drawn from that nothing else could have been.
-_CERTAIN = struct.pack("<f", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens of one sequence.
 
-    `token_ids`: num_draft_tokens ids. For coupled sampling that is all. For rejection sampling position
-    i was drawn from the `candidate_counts[i]` (id, probability) pairs that stand, positions one after
+    `token_ids`: num_draft_tokens ids. Where the target's own draws verify them that is all. For rejection sampling
+    position i was drawn from the `candidate_counts[i]` (id, probability) pairs that stand, positions one after
     another, in `candidate_ids` (little-endian uint32) and `candidate_probs` (little-endian float32);
     each position's probabilities sum to 1 and include the drawn token.
 
@@ -53,10 +49,6 @@ class Proposal:
             candidate_ids=b"".join(entry.ids for entry in candidates),
             candidate_probs=b"".join(entry.probs for entry in candidates),
         )
-
-    def as_certain(self) -> Proposal:
-        """The same for rejection sampling, each token as if drawn from a distribution that has nothing else."""
-        return self.drawn_from([Candidates(1, struct.pack("<I", token), _CERTAIN) for token in self.token_ids])
 
     def as_chain(self) -> Proposal:
         """The same without `parents`, if each follows the one before."""

@@ -24,7 +24,7 @@ def check_proposal(proposal: Proposal, params: SamplingParams) -> None:
     """
     if proposal.parents:
         _check_tree(proposal, params)
-    if params.coupled:
+    if params.coupled or not _by_rejection(proposal):
         return
     if len(proposal.candidate_counts) != len(proposal):
         raise ValueError(
@@ -40,8 +40,13 @@ def check_proposal(proposal: Proposal, params: SamplingParams) -> None:
             )
 
 
+def _by_rejection(proposal: Proposal) -> bool:
+    """Whether it says anything of what its tokens were drawn from."""
+    return bool(proposal.candidate_counts or proposal.candidate_ids or proposal.candidate_probs)
+
+
 def _check_tree(proposal: Proposal, params: SamplingParams) -> None:
-    if not params.coupled:
+    if not params.coupled and _by_rejection(proposal):
         raise ValueError("proposal.parents is set for a sequence that is verified by rejection sampling")
     if len(proposal.parents) != len(proposal):
         raise ValueError(f"proposal.parents has {len(proposal.parents)} entries for {len(proposal)} draft tokens")
@@ -55,9 +60,11 @@ def verify(logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generato
 
     `logits` [R, V]: the target's, raw, of any float dtype, R the sum of `num_rows`. Sequences that are
     greedy or seeded are verified by coupled sampling: a draft token is accepted if the target draws the
-    same. The others by rejection sampling (`rejection.accept`), with random numbers from `generator` or
-    else torch's global one. A sequence without a proposal is a plain draw. One device-to-host copy, and
-    a second one if any sequence asks for log-probabilities. Raises ValueError for a malformed proposal.
+    same. So are the others, by random numbers from `generator` or else torch's global one, where the proposal does not
+    say what its tokens were drawn from: those that are copied could be no others, and of such rejection sampling keeps
+    as many, p each. With that, by rejection sampling (`rejection.accept`). A sequence without a proposal is a plain
+    draw. One device-to-host copy, and a second one if any sequence asks for log-probabilities. Raises ValueError for a
+    malformed proposal.
     """
     first_rows: list[int] = []
     total_rows = 0
@@ -67,8 +74,13 @@ def verify(logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generato
     if total_rows != len(logits):
         raise ValueError(f"logits has {len(logits)} rows where the sequences have {total_rows}")
     sampled: list[SampledTokens | None] = [None] * len(rows)
-    coupled = [i for i, sequence in enumerate(rows) if sequence.params.coupled]
-    others = [i for i, sequence in enumerate(rows) if not sequence.params.coupled]
+    coupled: list[int] = []
+    unseeded: list[int] = []
+    others: list[int] = []
+    for i, sequence in enumerate(rows):
+        check_proposal(sequence.proposal, sequence.params)
+        drawn = unseeded if not _by_rejection(sequence.proposal) else others
+        (coupled if sequence.params.coupled else drawn).append(i)
 
     def part(members: list[int]) -> tuple[Tensor, list[SampleRows]]:
         chosen = [rows[i] for i in members]
@@ -80,11 +92,13 @@ def verify(logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generato
     results: list[Tensor] = []
     if coupled:
         results.append(draw_coupled(*part(coupled)))
+    if unseeded:
+        results.append(draw(sampling_logprobs(*part(unseeded)).exp_(), generator))
     if others:
         results.extend(_verify_by_rejection(*part(others), generator))
     host = iter((torch.cat(results) if len(results) > 1 else results[0]).tolist() if results else ())
 
-    for i in coupled:
+    for i in (*coupled, *unseeded):
         sampled[i] = _coupled_outcome(rows[i].proposal, [next(host) for _ in range(rows[i].num_rows)])
     num_accepted = [next(host) for _ in others]
     for i, count in zip(others, num_accepted, strict=True):
@@ -113,13 +127,10 @@ def _coupled_outcome(proposal: Proposal, own_ids: Sequence[int]) -> SampledToken
 def _verify_by_rejection(
     logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """`rejection.accept` for sequences that are neither greedy nor seeded."""
+    """`rejection.accept` for sequences that are neither greedy nor seeded, whose proposals say what they were drawn
+    from."""
     probs = sampling_logprobs(logits, rows).exp_()
     proposals = [sequence.proposal for sequence in rows]
-    for sequence in rows:
-        check_proposal(sequence.proposal, sequence.params)
-    if not any(len(proposal) for proposal in proposals):
-        return torch.zeros(len(rows), dtype=torch.int64, device=logits.device), draw(probs, generator)
     packed_ids = bytearray().join(proposal.candidate_ids for proposal in proposals)
     packed_probs = bytearray().join(proposal.candidate_probs for proposal in proposals)
     draft = Draft(

@@ -38,7 +38,7 @@ class Copies:
         copied = Copied()
         if num_known == len(tokens):
             copied = self._source.propose(manuscript, most_tokens, least_likelihood, branching, most_depth)
-        return CopiedDraft(manuscript, copied, sequence.params.coupled)
+        return CopiedDraft(manuscript, copied)
 
     def sweep(self, running: Collection[Sequence]) -> None:
         """Those that are no longer here are past."""

@@ -127,6 +127,8 @@ class SelfDrafting:
             if found.grown is not None:
                 its = found.grown.proposal(len(found.proposal)).num_agreeing(committed)
                 self._usual += _WEIGHT * (its - self._usual)
+        if self._load and not has_prompts:
+            self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
         # What fixed shapes bring says nothing of whether drafting pays.
         if self._load and not has_prompts and not any(map(is_fixed, self._rounds)):
             self._policy.observe(self._load, self._drafts, num_tokens, seconds + self._spent)
@@ -148,7 +150,7 @@ class SelfDrafting:
                 num_steps, num_nodes = _shape(sequence, _MOST_NODES, room)
                 if num_steps <= 0:
                     continue
-                branching = sequence.params.coupled and (not fixed or num_nodes > num_steps)
+                branching = not fixed or num_nodes > num_steps
                 draft = self._copies.draft(sequence, num_steps, num_nodes, 0.0 if fixed else least, branching)
                 if draft.likelihoods:
                     found[sequence] = draft

@@ -1,5 +1,5 @@
-"""An EAGLE drafts for sequences that move from pool to pool, and that lose their blocks and begin again: its own KV goes
-with them, and the text is the target's."""
+"""An EAGLE drafts for sequences that move from pool to pool, and that lose their blocks and begin again: its own KV
+goes with them, and the text is the target's."""
 
 from __future__ import annotations
 
@@ -59,18 +59,21 @@ async def test_from_pool_to_pool(pools: Stack, expected: list[Reference], gamma:
 
 async def test_seeded_sequences_are_the_same_on_pools(pools: Stack, expected: list[Reference]) -> None:
     async with inference(pools) as stub:
-        texts = [
-            [
-                output.token_ids
-                for output in (
-                    await generate(
-                        stub, expected[-1].prompt, gamma=gamma, num_nodes=nodes, n=3, seed=4, temperature=0.8,
-                        max_tokens=NUM_TOKENS, ignore_eos=True,
-                    )  # fmt: skip
-                ).outputs
-            ]
-            for gamma, nodes in ((0, None), (3, None), (3, 10))
+        answers = [
+            await generate(
+                stub,
+                expected[-1].prompt,
+                gamma=gamma,
+                num_nodes=num_nodes,
+                n=3,
+                seed=4,
+                temperature=0.8,
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+            )
+            for gamma, num_nodes in ((0, None), (3, None), (3, 10))
         ]
+    texts = [[output.token_ids for output in answer.outputs] for answer in answers]
     assert texts[1:] == texts[:1] * 2
     assert len({tuple(each) for each in texts[0]}) == 3
     await wait_until_idle(pools)

@@ -42,16 +42,6 @@ def test_what_is_no_longer_here_is_past_and_its_tenants_own() -> None:
     assert not found.draft(sequence([*range(100, 110)], tenant=1), 4, 4, 0.0, False).likelihoods
 
 
-def test_without_a_seed_copies_are_certain_of_themselves() -> None:
-    found = Copies(MOST)
-    text = [*range(20), *range(8)]
-    seeded = found.draft(sequence(text), 4, 4, 0.0, False).proposal(3)
-    assert (seeded.token_ids, seeded.candidate_counts) == ((8, 9, 10), ())
-    unseeded = found.draft(sequence(text, seed=None), 4, 4, 0.0, False).proposal(2)
-    assert (unseeded.token_ids, unseeded.candidate_counts) == ((8, 9), (1, 1))
-    assert unseeded.candidate_ids == (8).to_bytes(4, "little") + (9).to_bytes(4, "little")
-
-
 def test_many_that_come_and_go_leave_no_more_than_is_remembered() -> None:
     rng, found = random.Random(1), Copies(2000)
     assert isinstance(found._source, SuffixSource)

@@ -192,7 +192,7 @@ def test_of_siblings_with_one_id_the_first_stands_for_all() -> None:
 )
 def test_what_is_no_tree_is_named(params: SamplingParams, parents: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_proposal(Proposal((4, 5), parents=parents), params)
+        check_proposal(Proposal((4, 5), (1, 1), bytes(8), bytes(8), parents), params)
 
 
 def test_every_row_of_a_tree_is_adjusted_as_if_its_line_had_come_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -276,6 +278,7 @@ GOOD = Proposal((4, 5), (1, 2), struct.pack("<3I", 4, 5, 6), struct.pack("<3f", 
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [
+        (replace(GOOD, candidate_counts=()), r"candidate_counts has 0 entries for 2 draft tokens"),
         (replace(GOOD, candidate_counts=(3,)), r"candidate_counts has 1 entries for 2 draft tokens"),
         (replace(GOOD, candidate_counts=(3, 0)), r"candidate_counts has an entry below 1"),
         (replace(GOOD, candidate_ids=b"1234"), r"candidate_ids has 4 bytes where candidate_counts asks for 12"),
@@ -294,6 +297,34 @@ def test_well_formed_proposals_pass() -> None:
     check_proposal(GOOD, SamplingParams())
     check_proposal(EMPTY_PROPOSAL, SamplingParams())
     check_proposal(Proposal((4, 5)), SamplingParams(seed=1))
+    # Verified by its own draws.
+    check_proposal(Proposal((4, 5)), SamplingParams())
+    check_proposal(Proposal((4, 5), parents=(0, 0)), SamplingParams())
+
+
+@pytest.mark.parametrize("parents", [(), (0, 0, 1, 2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS.keys())
+def test_what_says_not_what_it_was_drawn_from_is_verified_by_own_draws(
+    params: SamplingParams, parents: tuple[int, ...]
+) -> None:
+    """Copied tokens, siblings included, beside a sequence whose draft is verified by rejection sampling."""
+    n, rng = 6000, torch.Generator().manual_seed(3)
+    probs = distribution(TARGET, params)
+    likely = TARGET.argsort(1, descending=True)
+    first, second = likely[3][:2].tolist()
+    tokens = (first, second, likely[first][0].item(), likely[second][0].item(), likely[second][1].item())
+    copied = Proposal(tuple(int(token) for token in tokens), parents=parents)
+    rows = [SampleRows(params, [3], 1, copied) for _ in range(n)]
+    [other] = propose(TARGET, [SampleRows(params, [4], 1)], 2, rng)
+    *found, _ = verify(target_logits(TARGET, [*rows, other]), [*rows, other], rng)
+    assert sum(each.num_accepted for each in found) > 0.3 * n
+    pairs = [pair for each in found for pair in itertools.pairwise((3, *each.token_ids))]
+    before, after = torch.tensor(pairs).T
+    assert transition_pvalue(before, after, probs) > 0.001
+    # As often accepted as it is likely, each sibling of a tree.
+    accepted = torch.tensor([each.token_ids[0] for each in found if each.num_accepted])
+    expected = probs[3][[first, second]].sum() if parents else probs[3][first]
+    assert abs(len(accepted) / n - float(expected)) < 5 * math.sqrt(0.25 / n)
 
 
 def test_rows_that_do_not_match_the_logits_are_refused() -> None:
