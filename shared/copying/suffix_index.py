@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 _ORDERS: Final = (6, 2)
 # Of tokens that stand together so often, only the latest places are kept.
 _MOST_PLACES: Final = 8
+# One of these is found by the first of them alone.
+LONG_MATCH: Final = _ORDERS[0]
 # A longer match says no more.
 LONGEST_MATCH: Final = 32
 _END_BITS: Final = 32
@@ -54,7 +56,9 @@ class SuffixIndex:
 
     def extend(self, text_id: int, token_ids: Sequence[int]) -> Sequence[int]:
         """Adds tokens to a text, which begins with its first; returns all of it."""
-        text = self._texts.setdefault(text_id, [])
+        text = self._texts.get(text_id)
+        if text is None:
+            text = self._texts[text_id] = []
         before = len(text)
         text += token_ids
         places, mark = self._places, text_id << _END_BITS

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from shared.copying.copied import Copied, copy, most_likely
 from shared.copying.past_outputs import PastOutputs
-from shared.copying.suffix_index import LONGEST_MATCH, SuffixIndex
+from shared.copying.suffix_index import LONG_MATCH, LONGEST_MATCH, SuffixIndex
 from shared.policy.calibration import Calibration
+from shared.policy.looking import Looking
 
 _OWN_TEXT = 0
 _NOTHING = Copied()
@@ -22,12 +23,14 @@ _LENGTHS = (2, 3, 4, 6, 9)
 class Manuscript:
     """A sequence's committed tokens: `index` holds them as its one text; None where there is no room for them.
 
-    `proposed` is what was copied for it last, until its outcome is known.
+    `proposed` is what was copied for it last, until its outcome is known; `looking`: how closely that is worth to look
+    for.
     """
 
     tenant: bytes
     num_prompt_tokens: int
     calibration: Calibration
+    looking: Looking
     index: SuffixIndex | None
     token_ids: Sequence[int] = ()
     proposed: Copied | None = None
@@ -46,6 +49,7 @@ class SuffixSource:
         self._num_running_tokens = 0
         self._past = PastOutputs()
         self._calibration = Calibration()
+        self._looking = Looking()
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +58,9 @@ class SuffixSource:
 
     def begin(self, token_ids: Sequence[int], num_prompt_tokens: int, tenant: bytes) -> Manuscript:
         """A sequence comes, with what is committed of it."""
-        manuscript = Manuscript(tenant, num_prompt_tokens, Calibration(self._calibration), SuffixIndex())
+        manuscript = Manuscript(
+            tenant, num_prompt_tokens, Calibration(self._calibration), Looking(self._looking), SuffixIndex()
+        )
         self._extend(manuscript, token_ids)
         return manuscript
 
@@ -79,11 +85,14 @@ class SuffixSource:
         least_likelihood: float = 0.0,
         branching: bool = False,
         most_depth: int | None = None,
+        closely: bool = True,
     ) -> Copied:
-        """What may follow; nothing where the text's end is new. See `copy`."""
+        """What may follow; nothing where the text's end is new, or not `closely`, where what it has in common with what
+        is remembered is short. See `copy`."""
         if manuscript.index is None:
             return _NOTHING
-        tail, shortest = manuscript.token_ids, self._shortest_match(least_likelihood)
+        tail = manuscript.token_ids
+        shortest = max(self._shortest_match(least_likelihood), 0 if closely else LONG_MATCH)
         matches = manuscript.index.matches(tail, shortest) + self._past.matches(manuscript.tenant, tail, shortest)
         if not matches:
             return _NOTHING

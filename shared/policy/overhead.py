@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _MEMORY_ROUNDS = 16.0
 _CORRECTION = 0.5
 
 
+@functools.lru_cache(maxsize=1024)
 def nearest_power(load: int) -> int:
     """The power of two nearest to a load, as its exponent, by ratio: what is learnt of loads is learnt for these.
 

@@ -117,6 +117,10 @@ class SelfDraftingPolicy:
         before = self._draft_seconds.get(bucket, seconds)
         self._draft_seconds[bucket] = before + _WEIGHT * (min(seconds, 4 * before) - before)
 
+    def step_seconds(self, load: int, num_draft_tokens: int) -> float:
+        """What a step of `load` sequences takes that verifies so many draft tokens."""
+        return self._costs.seconds(load, num_draft_tokens)
+
     def observe_step(self, load: int, num_draft_tokens: int, seconds: float) -> None:
         """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens."""
         self._costs.observe(load, num_draft_tokens, seconds)
@@ -145,4 +149,8 @@ class SelfDraftingPolicy:
         )
 
     def _at(self, load: int) -> _Load:
-        return self._loads.setdefault(nearest_power(load), _Load())
+        bucket = nearest_power(load)
+        found = self._loads.get(bucket)
+        if found is None:
+            found = self._loads[bucket] = _Load()
+        return found

@@ -18,8 +18,8 @@ _NUM_PRIOR: Final = 2.0
 _MOST_ERROR: Final = 0.3
 # What verifying takes beyond its rows is the median of so many steps, so that one that stood still says nothing.
 _NUM_REMEMBERED: Final = 3
-# And forgotten by so much with each step that verifies nothing: where that is all that speaks against it, it is tried
-# again in some hundred steps.
+# And forgotten by so much with each step that is told of and verified nothing: where that is all that speaks against
+# it, it is tried again after some hundreds of them.
 _FORGOTTEN: Final = 0.002
 
 
@@ -70,4 +70,8 @@ class VerifyCosts:
         at.extra = max(0.0, median(at.extras))
 
     def _at(self, load: int) -> _Learnt:
-        return self._learnt.setdefault(nearest_power(load), _Learnt())
+        bucket = nearest_power(load)
+        found = self._learnt.get(bucket)
+        if found is None:
+            found = self._learnt[bucket] = _Learnt()
+        return found

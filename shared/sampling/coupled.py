@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.sampling.filters import adjusts, sampling_logprobs
@@ -17,7 +20,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
 # Elements of noise made at a time: what a CPU's cache holds; elsewhere, what bounds the scratch memory.
-_CPU_CHUNK = 1 << 18
+_CPU_CHUNK = 1 << 16
 _CHUNK = 1 << 24
 
 
@@ -36,17 +39,17 @@ def gumbel_noise(
     float32, which hides what devices' libraries differ in.
     """
     keys = [
-        _signed(_stream(_stream(_stream(0, seed), index), position))
+        _stream(_stream(_stream(0, seed), index), position)
         for seed, index, position in zip(seeds, sequence_indices, positions, strict=True)
     ]
-    steps = torch.arange(1, vocab_size + 1, device=device) * _signed(_INCREMENT)
-    starts = torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(1)
+    on_cpu = device.type == "cpu"
     noise = torch.empty(len(keys), vocab_size, device=device)
-    num_rows = max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocab_size)
+    num_rows = max(1, (_CPU_CHUNK if on_cpu else _CHUNK) // vocab_size)
     for first in range(0, len(keys), num_rows):
-        bits = _finalized(starts[first : first + num_rows] + steps)
+        some = keys[first : first + num_rows]
+        bits = _numpy_bits(some, vocab_size) if on_cpu else _torch_bits(some, vocab_size, device)
         # 52 bits and a half: strictly between 0 and 1, and exact in float64.
-        uniform = _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)
+        uniform = bits.double().add_(0.5).mul_(2.0**-52)
         noise[first : first + num_rows] = uniform.log_().neg_().log_().neg_()
     return noise
 
@@ -113,6 +116,36 @@ def _stream(key: int, counter: int) -> int:
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         bits = ((bits ^ (bits >> shift)) * multiplier) & _WORD
     return bits ^ (bits >> _SHIFTS[-1])
+
+
+def _numpy_bits(keys: Sequence[int], vocab_size: int) -> Tensor:
+    """52 bits [R, V] int64 of each key's stream. NumPy knows unsigned words, so that this takes half of what it takes
+    torch."""
+    bits = np.array(keys, dtype=np.uint64)[:, None] + _numpy_steps(vocab_size)
+    shifted = np.empty_like(bits)
+
+    def mix(shift: int) -> None:
+        np.right_shift(bits, np.uint64(shift), out=shifted)
+        np.bitwise_xor(bits, shifted, out=bits)
+
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        mix(shift)
+        np.multiply(bits, np.uint64(multiplier), out=bits)
+    mix(_SHIFTS[-1])
+    np.right_shift(bits, np.uint64(12), out=bits)
+    return torch.from_numpy(bits.view(np.int64))
+
+
+@functools.lru_cache(maxsize=4)
+def _numpy_steps(vocab_size: int) -> NDArray[np.uint64]:
+    return np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
+
+
+def _torch_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """The same on any device."""
+    steps = torch.arange(1, vocab_size + 1, device=device) * _signed(_INCREMENT)
+    starts = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
+    return _shifted(_finalized(starts + steps), 12)
 
 
 def _finalized(bits: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _MOST_NODES = 16
 # What a round of the drafter brought counts so much against those before it.
 _WEIGHT = 0.05
+_PLAIN_STEPS_APART = 4
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class SelfDrafting:
         self._load = 0
         self._drafts = False
         self._spent = 0.0
+        self._copying = 0.0
+        self._num_plain = 0
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
 
@@ -91,7 +94,7 @@ class SelfDrafting:
 
     def propose(self, scheduler: Scheduler) -> None:
         self._give_up(self._rounds)  # of a step that never took place
-        self._rounds, self._load, self._drafts, self._spent = {}, 0, False, 0.0
+        self._rounds, self._load, self._drafts, self._spent, self._copying = {}, 0, False, 0.0, 0.0
         began = self._clock()
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
@@ -99,6 +102,7 @@ class SelfDrafting:
             self._load = len(decoding)
         room = scheduler.draft_room() // max(1, self._load)
         copied = self._copy(scheduler, wanting, room)
+        self._copying = self._clock() - began
         growing = self._who_may_grow(wanting)
         self._drafts = not all(map(is_fixed, growing)) and self._policy.drafts(self._load)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
@@ -127,11 +131,28 @@ class SelfDrafting:
             if found.grown is not None:
                 its = found.grown.proposal(len(found.proposal)).num_agreeing(committed)
                 self._usual += _WEIGHT * (its - self._usual)
-        if self._load and not has_prompts:
+        if not self._load or has_prompts:
+            return
+        if self._copies is not None:
+            self._copies.settle(self._copying, self._worth)
+        # Of plain steps a few say it all.
+        self._num_plain = 0 if self._rounds else self._num_plain + 1
+        if self._num_plain % _PLAIN_STEPS_APART == 0:
             self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
         # What fixed shapes bring says nothing of whether drafting pays.
-        if self._load and not has_prompts and not any(map(is_fixed, self._rounds)):
+        if self._growth is not None and not any(map(is_fixed, self._rounds)):
             self._policy.observe(self._load, self._drafts, num_tokens, seconds + self._spent)
+
+    def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
+        """What copying spared and spent it, in its plain steps, of which one takes its share of the step."""
+        found, share = self._rounds.get(sequence), self._policy.step_seconds(self._load, 0) / self._load
+        if found is None:
+            return 0.0, looking / share
+        sources = found.proposal.sources
+        path = found.proposal.path(sequence.token_ids[found.position :])
+        verifying = self._policy.step_seconds(self._load, sources.count("suffix"))
+        spent = looking + verifying - self._policy.step_seconds(self._load, 0)
+        return sum(sources[i] == "suffix" for i in path), spent / share
 
     def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
         """For whom there is something."""
@@ -151,7 +172,7 @@ class SelfDrafting:
                 if num_steps <= 0:
                     continue
                 branching = not fixed or num_nodes > num_steps
-                draft = self._copies.draft(sequence, num_steps, num_nodes, 0.0 if fixed else least, branching)
+                draft = self._copies.draft(sequence, num_steps, num_nodes, 0.0 if fixed else least, branching, fixed)
                 if draft.likelihoods:
                     found[sequence] = draft
         except Exception as error:
@@ -205,6 +226,8 @@ class SelfDrafting:
         """Of all that was found what pays to be verified, the likeliest, as far as there are blocks for it; at most
         `room` for each."""
         drafts: dict[Sequence, Draft] = {**copied, **grown}
+        if not drafts:
+            return
         drafts |= {
             each: MergedDraft([grown[each], copied[each]]) for each in grown if each in copied and not _is_chain(each)
         }

@@ -72,6 +72,11 @@ def test_noise_depends_on_nothing_but_its_four_counters(monkeypatch: pytest.Monk
     assert torch.equal(gumbel_noise(seeds, indices, positions, 100, CPU), together)
 
 
+def test_the_bits_are_the_same_whoever_makes_them() -> None:
+    keys = [0, 1, 2**63, 2**64 - 1, 12345678901234567890]
+    assert torch.equal(coupled._numpy_bits(keys, 5000), coupled._torch_bits(keys, 5000, CPU))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_noise_is_the_same_on_every_device() -> None:
     arguments = ([3, 2**63], [0, 1], [5, 6], 50_000)

@@ -161,8 +161,10 @@ async def test_a_malformed_proposal_is_not_verified_and_costs_nobody_a_step() ->
     servicer._on_request(stream, target_request(prefill()))
     sequence = sequences(servicer)[0]
     sequence.num_steps = 0
-    # Rejection sampling, and no word on what the tokens were drawn from.
-    proposal = worker_pb2.Proposal(token_ids=[7, 8])
+    # Rejection sampling, and no word on what the second token was drawn from.
+    proposal = worker_pb2.Proposal(
+        token_ids=[7, 8], candidate_counts=[1], candidate_ids=bytes(4), candidate_probs=bytes(4)
+    )
     verify = target_pb2.Verify(sequence_id=4, position=3, proposal=proposal, num_steps=1)
     servicer._on_request(stream, target_request(verify))
     assert stream.sent == []

@@ -1,0 +1,42 @@
+"""How closely to look for something to copy: by what that brought."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# A look counts so much against those before it, and so much at most: in plain steps of the sequence.
+_WEIGHT: Final = 0.05
+_MOST: Final = 4.0
+# What it is taken to bring before anything was seen.
+_CREDIT: Final = 0.2
+# Where looking closely does not pay it is done in one step of so many.
+_STEPS_APART: Final = 32
+
+
+class Looking:
+    """Whether short matches are looked for, too: they are found often, take most of the time that copying takes, and
+    may be worth little. Long ones are rare, soon ruled out, and always looked for.
+
+    `prior` is whose experience a new sequence starts from; it learns from every observation too.
+    """
+
+    def __init__(self, prior: Looking | None = None) -> None:
+        self._prior = prior
+        # What a close look spares on average, less what it takes.
+        self._worth: float = _CREDIT if prior is None else prior._worth
+        self._num_skipped = 0
+
+    def closely(self) -> bool:
+        """Whether the next step is to look for all."""
+        if self._worth > 0 or self._num_skipped == _STEPS_APART - 1:
+            self._num_skipped = 0
+            return True
+        self._num_skipped += 1
+        return False
+
+    def observe(self, spared: float, spent: float) -> None:
+        """A close look spared so many plain steps of its sequence, and took, with verifying what it found, as much time
+        as so many of them."""
+        self._worth += _WEIGHT * (min(spared, _MOST) - min(spent, _MOST) - self._worth)
+        if self._prior is not None:
+            self._prior.observe(spared, spent)
