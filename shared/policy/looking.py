@@ -7,8 +7,9 @@ from typing import Final
 # A look counts so much against those before it, and so much at most: in plain steps of the sequence.
 _WEIGHT: Final = 0.05
 _MOST: Final = 4.0
-# What it is taken to bring before anything was seen.
+# What it is taken to bring before anything was seen; and at least by each new sequence, whose text may be another.
 _CREDIT: Final = 0.2
+_LEAST_CREDIT: Final = 0.05
 # Where looking closely does not pay it is done in one step of so many.
 _STEPS_APART: Final = 32
 
@@ -23,7 +24,7 @@ class Looking:
     def __init__(self, prior: Looking | None = None) -> None:
         self._prior = prior
         # What a close look spares on average, less what it takes.
-        self._worth: float = _CREDIT if prior is None else prior._worth
+        self._worth: float = _CREDIT if prior is None else max(prior._worth, _LEAST_CREDIT)
         self._num_skipped = 0
 
     def closely(self) -> bool:

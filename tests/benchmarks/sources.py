@@ -1,9 +1,9 @@
 """`make bench-sources`: who drafts best for which text, and whether the policy knows.
 
 One stream of the demo target, by prose (docstrings), code and text that repeats itself (code that is begun once more),
-at temperature 0 and 1. Every way of drafting in turns, each with prompts of its own (what one generated another could
-copy), in a stack that has everything at once: a draft worker with its model and copies, and a target with a head and
-copies. Further heads have a stack each, and so has a target that does nothing but copy.
+at temperature 0 and 1. Every way of drafting in turns by the same prompts, each as a tenant of its own (what one
+generated another could copy), in a stack that has everything at once: a draft worker with its model and copies, and a
+target with a head and copies. Further heads have a stack each, and so has a target that does nothing but copy.
 
 python -m tests.benchmarks.sources --turns 8
 """
@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +149,17 @@ async def measure(
 ) -> dict[str, Cell]:
     """Cells by "text at temperature: way"; of the first turn nothing counts."""
     cells: dict[str, Cell] = {}
+    keys = ",".join(f"{_key(way)}={_key(way)}" for way in ways)
+    settings = replace(settings, environment={"router": {"OUTRIDER_ROUTER_API_KEYS": keys}})
     async with Stack(settings) as stack, inference(stack) as stub:
         for kind in ("prose", "code", "repetitive"):
             for temperature in (0.0, 1.0):
                 draw = texts_of(kind, seed=1)
                 for turn in range(turns + 1):
                     on_turn(f"{kind} at {temperature:g}: turn {turn} of {turns}")
-                    order = ways if turn % 2 else list(reversed(ways))
+                    order, prompt = ways if turn % 2 else list(reversed(ways)), draw()
                     for way in order:
-                        usage, seconds = await _run(stub, draw(), temperature, way)
+                        usage, seconds = await _run(stub, prompt, temperature, way)
                         if turn:
                             cells.setdefault(f"{kind} at {temperature:g}: {way.name}", Cell()).add(usage, seconds)
         restarted = [name for name, process in stack.processes.items() if process.restarts]
@@ -166,13 +168,17 @@ async def measure(
     return cells
 
 
+def _key(way: Way) -> str:
+    return way.name.replace(" ", "-").replace(",", "")
+
+
 async def _run(
     stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int], temperature: float, way: Way
 ) -> tuple[inference_pb2.Usage, float]:
     began = time.perf_counter()
     answer = await generate(
         stub, prompt, gamma=way.gamma, num_nodes=way.num_nodes, sources=way.sources, max_tokens=_NUM_TOKENS,
-        temperature=temperature, ignore_eos=True,
+        temperature=temperature, ignore_eos=True, api_key=_key(way),
     )  # fmt: skip
     return answer.usage, time.perf_counter() - began - answer.usage.time_to_first_token_seconds
 
