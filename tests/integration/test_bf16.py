@@ -54,7 +54,7 @@ async def tokens(stub: inference_pb2_grpc.InferenceAsyncStub, case: int, gamma: 
 async def test_drafts_and_company_change_no_token(stack: Stack) -> None:
     async with inference(stack) as stub:
         alone = [await tokens(stub, case, 0) for case in range(NUM_PROMPTS)]
-        for gamma in (4, 0, 1):
+        for gamma in (4, 0):
             together = await asyncio.gather(*(tokens(stub, case, gamma) for case in range(NUM_PROMPTS)))
             assert together == alone
     await wait_until_idle(stack)

@@ -30,8 +30,8 @@ PROMPT = (5, 3, 11, 7)
 NUM_TOKENS = 5
 GAMMA = 3
 SEQUENCES_A_REQUEST = 16
-# Of NUM_TOKENS - 1 tokens that rounds drew: some 10,000 samples a case, 30,000 a drafter.
-NUM_SEQUENCES = 157 * SEQUENCES_A_REQUEST
+# Of NUM_TOKENS - 1 tokens that rounds drew: some 7,000 samples a case.
+NUM_SEQUENCES = 110 * SEQUENCES_A_REQUEST
 CONCURRENT_REQUESTS = 16
 # With 36 statistics in all, one run in some 30,000 raises a false alarm.
 SIGNIFICANCE = 1e-6

@@ -110,7 +110,7 @@ async def test_another_seed_gives_other_tokens(stack: Stack, undrafted: list[int
     assert answer.token_ids != undrafted
 
 
-@pytest.mark.parametrize("gamma", [4, None])
+@pytest.mark.parametrize("gamma", [4, pytest.param(None, marks=pytest.mark.long)])
 async def test_among_16_others(stack: Stack, undrafted: list[int], gamma: int | None) -> None:
     async with inference(stack) as stub:
         others = [
