@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from services.cli import process
+from shared.engine import runner
 from tests.support.warm_start import WarmStart
 
 
@@ -17,6 +19,14 @@ def pytest_configure() -> None:
     long."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is never collected: else every engine that is made here would look through all of it. Nor
+    are its steps measured more often than once, for nobody is placed by that."""
+    gc.collect()
+    gc.freeze()
+    runner._MEASURED_TURNS = 1
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -189,7 +189,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=frozenset(model.eos_token_ids),
             max_prompt_bytes=self._settings.max_prompt_bytes,
             max_tokens=key.max_tokens,
-            self_drafting=bool(self._fleet.targets_draft_with),
         )
 
     async def _tokenized(self, tokenize: Callable[[], T]) -> T:

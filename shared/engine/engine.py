@@ -194,7 +194,7 @@ class Engine:
             sampling = [item.sequence for item in plan.scheduled if item.num_rows]
             rows = [
                 SampleRows(
-                    sequence.params,
+                    sequence.drawn_by,
                     sequence.token_ids,
                     sequence.num_prompt_tokens,
                     sequence.proposal,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from enum import Enum, auto
 
 from shared.engine.kv_import import KVImport
@@ -59,6 +61,8 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.kv_import: KVImport | None = None
         self.finish: Finish | None = None
+        self._foreseen: SamplingParams | None = None
+        self._num_foreseen = 0
         # Kept by the scheduler.
         self.arrival = 0
         self.last_step = 0
@@ -84,6 +88,13 @@ class Sequence:
     def num_rows(self) -> int:
         """Rows of logits that a sampling step needs: one for each draft token, one for what follows."""
         return 1 + len(self.proposal) - self.first_row
+
+    @property
+    def drawn_by(self) -> SamplingParams:
+        """How its next step draws: by `params`, or by noise of its own where that was foreseen."""
+        if self._foreseen is not None and len(self.token_ids) < self._num_foreseen:
+            return self._foreseen
+        return self.params
 
     @property
     def num_tokens_left(self) -> int:
@@ -127,6 +138,19 @@ class Sequence:
             return sampled
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(tokens)]
         return SampledTokens(tokens, min(sampled.num_accepted, len(tokens)), logprobs)
+
+    def foresee(self, num_tokens: int) -> None:
+        """A drafter is to look at the noise by which the next `num_tokens` are drawn, which unseeded sequences then
+        have of their own (`drawn_by`).
+
+        These tokens are drawn by it whatever comes of the draft: how much of that is verified depends on how likely
+        its tokens are, so on the noise, and if others were drawn anew, those it favours would come more often.
+        """
+        if self.params.coupled:
+            return
+        if self._foreseen is None:
+            self._foreseen = replace(self.params, seed=secrets.randbits(64))
+        self._num_foreseen = max(self._num_foreseen, len(self.token_ids) + num_tokens)
 
     def commit(self, base_length: int, token_ids: Tokens[int]) -> None:
         """Tells a drafter what was committed behind its first `base_length` tokens.

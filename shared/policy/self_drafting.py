@@ -57,6 +57,10 @@ class _Load:
         self.next_trial = 0.0
         self.seconds = 0.0
 
+    @property
+    def is_due(self) -> bool:
+        return self.seconds >= self.next_trial
+
     def of(self, drafts: bool) -> _Goodput:
         return self.drafting if drafts else self.plain
 
@@ -78,16 +82,22 @@ class SelfDraftingPolicy:
         # Of a step of the drafter among that many sequences, by power of two.
         self._draft_seconds: dict[int, float] = {}
 
-    def drafts(self, load: int) -> bool:
-        """Whether the next step of `load` sequences is to have drafts."""
+    def drafts(self, load: int, may_try: bool = True) -> bool:
+        """Whether the next step of `load` sequences is to have drafts. Not `may_try`, drafts are not tried
+        that seemed to be worse."""
         at = self._at(load)
         if at.num_left > 0:
             at.num_left -= 1
             if at.num_left == 0:
                 self._conclude(at)
-        elif at.seconds >= at.next_trial and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
+        elif (at.drafts or may_try) and at.is_due and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
             at.num_left = _TRIAL_STEPS
         return at.drafts if at.num_left == 0 else not at.drafts
+
+    def follows(self, load: int) -> bool:
+        """Whether drafts are to be expected of such sequences, because they pay or are to be tried."""
+        at = self._at(load)
+        return at.drafts or at.num_left > 0 or at.is_due
 
     def goes_on(self, load: int, prospect: float) -> bool:
         """Whether a further step of the drafter pays that finds tokens behind others which are accepted so often, all

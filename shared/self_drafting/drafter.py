@@ -42,9 +42,10 @@ class SelfDrafter(Protocol):
     @property
     def uses_kv(self) -> bool: ...
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """A step is computed. `captured` `[T, layers, hidden]`: what it was asked to keep of its packed tokens;
-        `sampled`: what each scheduled sequence with rows gains, and has not taken in yet."""
+        `sampled`: what each scheduled sequence with rows gains, and has not taken in yet. `follows`: whether it is
+        worth its time to take in what only drafts need; a sequence that was left out so may stay out."""
 
     def ready(self, sequence: Sequence) -> bool:
         """Whether it can draft behind the sequence's last token, of which nothing is computed yet."""

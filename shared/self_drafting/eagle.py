@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +149,8 @@ class Eagle:
     """Drafts with a head that has a layer of KV in the target's own blocks: where these go, it goes.
 
     Prompts are taken in as they are computed, and what plain steps compute when there is enough of it, or the sequence
-    drafts. Where it lacks KV (another worker computed the prefix without a head), it guesses worse, and no more.
+    drafts. What begins, or would have to be taken in, while that is not worth its time is left out for good. Where it
+    lacks KV (another worker computed the prefix without a head), it guesses worse, and no more.
     """
 
     most_steps = _MOST_STEPS
@@ -164,13 +165,21 @@ class Eagle:
         self._rotary = head.rotary
         self._pending: WeakKeyDictionary[Sequence, _Pending] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[Sequence, _Seen] = WeakKeyDictionary()
+        self._left_out: WeakSet[Sequence] = WeakSet()
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         assert captured is not None
+        if self._left_out.issuperset(item.sequence for item in plan.scheduled):
+            return
         full = []
         for item, places, following in kept_tokens(plan, sampled):
             sequence = item.sequence
+            if sequence in self._left_out:
+                continue
             if sequence.params.self_draft is None and item.num_tokens == item.num_rows:
+                continue
+            if not (follows or sequence in self._pending or sequence in self._seen):
+                self._left_out.add(sequence)
                 continue
             pending = self._pending.get(sequence)
             if pending is None or pending.end != item.start:
@@ -182,8 +191,13 @@ class Eagle:
             pending.following += following
             if len(pending.following) > _MOST_PENDING:
                 full.append(sequence)
-        if full:
+        if follows:
             self._take_in(full)
+            return
+        for sequence in full:
+            self._left_out.add(sequence)
+            del self._pending[sequence]
+            self._seen.pop(sequence, None)
 
     def ready(self, sequence: Sequence) -> bool:
         pending, seen = self._pending.get(sequence), self._seen.get(sequence)

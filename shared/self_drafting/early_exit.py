@@ -35,7 +35,7 @@ class EarlyExit:
             )
         self._runner = ModelRunner(model.first_layers(num_layers), pool)
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """It needs nothing but the tokens."""
 
     def ready(self, sequence: Sequence) -> bool:

@@ -59,9 +59,11 @@ class Growth:
 
     def _take(self, trees: dict[Sequence, DraftTree], logits: Tensor, grown: List[tuple[Proposal, int]]) -> None:
         """What may follow the newest tokens of each tree."""
+        for sequence, (proposal, first_row) in zip(trees, grown, strict=True):
+            sequence.foresee(1 + max(proposal.depths[first_row:]))
         rows = [
             SampleRows(
-                sequence.params,
+                sequence.drawn_by,
                 sequence.token_ids,
                 sequence.num_prompt_tokens,
                 proposal,

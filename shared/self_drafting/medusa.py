@@ -63,7 +63,7 @@ class Medusa:
     def most_steps(self) -> int:
         return len(self._heads)
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
+    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         assert captured is not None
         kept = [each for each in kept_tokens(plan, sampled) if each.item.num_rows]
         if kept:

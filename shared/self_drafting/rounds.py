@@ -51,9 +51,9 @@ class SelfDrafting:
     """The `Proposer` of copies and of what a drafter finds.
 
     A sequence has what was copied for it alone where more of that may be expected to be accepted than of what the
-    drafter usually brings, and else the likeliest of both. A drafter is for sequences that are greedy or seeded, whose
-    own draws verify it. A source that fails is left out from then on; everything else goes on without. Belongs to the
-    engine's thread.
+    drafter usually brings, and else the likeliest of both. The target's own draws verify all of it, those that a
+    drafter is to foresee by noise of the sequence's own where it has no seed. A source that fails is left out from then
+    on; everything else goes on without. Belongs to the engine's thread.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class SelfDrafting:
         copied = self._copy(scheduler, wanting, room)
         self._copying = self._clock() - began
         growing = self._who_may_grow(wanting)
-        self._drafts = not all(map(is_fixed, growing)) and self._policy.drafts(self._load)
+        num_growing, num_wanting = _num_free(growing), _num_free(wanting)
+        # What is tried with fewer says little.
+        self._drafts = num_growing > 0 and self._policy.drafts(self._load, 2 * num_growing >= num_wanting)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
         grown = self._grow(scheduler, [each for each in lacking if self._drafts or is_fixed(each)], room)
         self._spent = self._clock() - began
@@ -120,9 +122,14 @@ class SelfDrafting:
         if self._growth is None:
             return
         try:
-            self._growth.drafter.observe(plan, captured, sampled)
+            self._growth.drafter.observe(plan, captured, sampled, self._follows(plan))
         except Exception as error:
             self._drafter_failed(error)
+
+    def _follows(self, plan: StepPlan) -> bool:
+        """Whether a drafter is to keep up with the sequences of that step."""
+        fixed = any(is_fixed(item.sequence) for item in plan.scheduled)
+        return fixed or self._policy.follows(len(plan.scheduled))
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
         for sequence, found in self._rounds.items():
@@ -199,7 +206,7 @@ class SelfDrafting:
     def _who_may_grow(self, sequences: List[Sequence]) -> List[Sequence]:
         if self._growth is None:
             return []
-        may = [each for each in sequences if each.params.coupled and _may_have(each, "target")]
+        may = [each for each in sequences if _may_have(each, "target")]
         try:
             return [each for each in may if self._growth.drafter.ready(each)]
         except Exception as error:
@@ -270,6 +277,11 @@ class SelfDrafting:
 def _may_have(sequence: Sequence, source: str) -> bool:
     wanted = sequence.params.self_draft
     return wanted is not None and (not wanted.sources or source in wanted.sources)
+
+
+def _num_free(sequences: Iterable[Sequence]) -> int:
+    """How many of them may have of a drafter what pays."""
+    return sum(_may_have(each, "target") and not is_fixed(each) for each in sequences)
 
 
 def _shape(sequence: Sequence, most_steps: int, room: int) -> tuple[int, int]:

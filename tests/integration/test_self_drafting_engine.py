@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,13 +17,18 @@ from services.target.self_drafting import self_drafting
 from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.proposal import Proposal
 from shared.sampling.verifier import verify
 from shared.self_drafting.drafter import Growing
+from shared.self_drafting.eagle import Eagle
+from shared.self_drafting.growth import Growth
 from shared.self_drafting.rounds import SelfDrafting
 from shared.settings import StartupError
 from shared.worker.service import load_engine
+from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.families import tiny_checkpoint
 from tests.support.greedy import references
 from tests.support.heads import (
@@ -169,7 +175,7 @@ def test_who_may_not_is_left_alone(tmp_path: Path) -> None:
     while (outcome := engine.step()) is not None:
         drafted |= {gain.sequence for gain in outcome.gains if gain.self_drafted}
         assert all(gain.num_draft_tokens == len(gain.self_drafted) for gain in outcome.gains)
-    assert drafted == {with_drafts}
+    assert drafted == {unseeded, with_drafts}
 
 
 def test_no_more_is_drafted_than_may_be_committed_or_verified(tmp_path: Path) -> None:
@@ -343,11 +349,101 @@ def test_fixed_shapes_do_not_keep_others_from_drafting(tmp_path: Path) -> None:
     chosen: list[bool] = []
     decide = policy.drafts
 
-    def note(load: int) -> bool:
-        chosen.append(decide(load))
+    def note(load: int, may_try: bool = True) -> bool:
+        chosen.append(decide(load, may_try))
         return chosen[-1]
 
     policy.drafts = note
     steps_to(engine, lambda: bool(fixed.finish and free.finish), 700)
     runs = [len(list(run)) for drafts, run in itertools.groupby(chosen) if not drafts]
     assert max(runs, default=0) <= 8
+
+
+def drafting_of(engine: Engine) -> tuple[SelfDrafting, Growth]:
+    proposer = engine._proposer
+    assert isinstance(proposer, SelfDrafting)
+    assert proposer._growth is not None
+    return proposer, proposer._growth
+
+
+class Picky(SelfDraftingPolicy):
+    """Drafts for every other step, and verifies what is likely: a matter of the noise."""
+
+    def __init__(self) -> None:
+        super().__init__(StepCosts([(1, 0.001)]))
+        self._turn = False
+
+    def drafts(self, load: int, may_try: bool = True) -> bool:
+        self._turn = not self._turn
+        return self._turn
+
+    def goes_on(self, load: int, prospect: float) -> bool:
+        return True
+
+    def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
+        return sum(its > 0.3 for its in likelihoods)
+
+
+def test_unseeded_samples_follow_the_target_whatever_is_verified(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path, vocab_size=12, num_layers=3)
+    engine = engine_of(target, early_exit=2, num_blocks=400, max_batch_tokens=512)
+    proposer, growth = drafting_of(engine)
+    proposer._policy = growth._policy = Picky()
+    prompt, filters = (5, 3, 11, 7), Filters(1.0, top_k=8)
+    samples: list[list[int]] = []
+    for _ in range(40):
+        asked = [
+            sequence(prompt, max_tokens=5, stop_token_ids=frozenset(), self_draft=SelfDraft(), **filters.fields())
+            for _ in range(64)
+        ]
+        samples += write(engine, asked)
+    assert least_p_value(np.array(samples), exact(target, prompt, 5, filters)) > 1e-6
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_head_takes_in_nothing_for_sequences_that_begin_while_it_does_not_pay(follows: bool, tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, engine = engine_of(target), engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"))
+    proposer, growth = drafting_of(engine)
+    policy, head = proposer._policy, cast(Eagle, growth.drafter)
+    policy.drafts = policy.follows = lambda *_: follows  # type: ignore[assignment]
+    taken_in: list[int] = []
+    run = head._run
+
+    def note(tokens: Sequence[int], *rest: Any) -> Tensor:
+        taken_in.append(len(tokens))
+        return run(tokens, *rest)
+
+    head._run = note  # type: ignore[assignment,method-assign]
+    prompts = random_prompts(50)
+    asked = [next(prompts) for _ in range(2)]
+    assert write(engine, [sequence(each, self_draft=SelfDraft()) for each in asked]) == write(
+        plain, [sequence(each) for each in asked]
+    )
+    assert bool(taken_in) == follows
+    # A fixed shape has its head, whatever pays.
+    fixed = sequence(next(prompts), self_draft=SelfDraft(3))
+    engine.scheduler.add(fixed)
+    num_drafted = 0
+    while (outcome := engine.step()) is not None:
+        num_drafted += sum(len(gain.self_drafted) for gain in outcome.gains)
+    assert num_drafted > 0
+
+
+def test_what_has_begun_with_a_head_goes_on_without_once_that_does_not_pay(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"), num_blocks=80)
+    proposer, growth = drafting_of(engine)
+    policy, drafts = proposer._policy, True
+    policy.drafts = policy.follows = lambda *_: drafts  # type: ignore[assignment]
+    asked = sequence(next(random_prompts(20)), max_tokens=200, self_draft=SelfDraft())
+    engine.scheduler.add(asked)
+    steps_to(engine, lambda: len(asked.token_ids) > 40)
+    assert growth.drafter.ready(asked)
+    drafts = False
+    steps_to(engine, lambda: len(asked.token_ids) > 120)
+    assert not growth.drafter.ready(asked)
+    drafts = True
+    while (outcome := engine.step()) is not None:
+        assert not any(gain.self_drafted for gain in outcome.gains)
+    assert len(asked.token_ids) == 220

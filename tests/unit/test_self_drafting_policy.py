@@ -76,6 +76,38 @@ def test_it_comes_back_when_it_begins_to_pay() -> None:
     assert serve(policy, 1, 3.0, 0.015, 1000)[1] > 0.9
 
 
+def write_texts(policy: SelfDraftingPolicy, gain: float, num_texts: int) -> float:
+    """One after another, of 100 steps each: the share of them that are followed from their beginning, and only so may
+    have drafts."""
+    num_followed = 0
+    for _ in range(num_texts):
+        follows = policy.follows(1)
+        num_followed += follows
+        for _ in range(100):
+            drafts = follows and policy.drafts(1)
+            policy.observe(1, drafts, round(gain) if drafts else 1, 0.015 if drafts else 0.01)
+    return num_followed / num_texts
+
+
+def test_few_are_followed_while_drafts_do_not_pay_and_all_when_they_do() -> None:
+    policy = SelfDraftingPolicy(flat())
+    assert policy.follows(1)  # nobody knows yet
+    write_texts(policy, 1.0, 5)
+    assert 0 < write_texts(policy, 1.0, 100) < 0.3
+    write_texts(policy, 3.0, 50)
+    assert write_texts(policy, 3.0, 100) == 1.0
+
+
+def test_what_did_not_pay_is_tried_again_with_enough_sequences_only() -> None:
+    policy = SelfDraftingPolicy(flat())
+    serve(policy, 8, 1.0, 0.015, 200)
+    for _ in range(2000):
+        assert not policy.drafts(8, may_try=False)
+        policy.observe(8, False, 8, 0.01)
+    assert policy.follows(8)
+    assert policy.drafts(8)
+
+
 def test_steps_that_bring_nothing_end_nobody() -> None:
     policy = SelfDraftingPolicy(flat())
     for _ in range(100):

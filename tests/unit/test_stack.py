@@ -31,10 +31,11 @@ servicer = health.HealthServicer()
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 server.add_insecure_port(flags["host"] + ":" + flags["port"])
 servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), sys.exit(0)))
+# Blocked before there are other threads, it waits for who asks for it, however early it comes.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 server.start()
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+print("drained", flush=True)
 """
 
 

@@ -35,7 +35,6 @@ class ModelLimits:
 
     `max_context`: most prompt and output tokens together. `max_prompt_bytes`: most bytes of prompt text,
     checked before it is tokenized. `max_tokens`: most output tokens that the API key allows, if it says so.
-    `self_drafting`: whether target workers draft themselves.
     """
 
     vocab_size: int
@@ -43,7 +42,6 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     max_prompt_bytes: int = 1 << 20
     max_tokens: int | None = None
-    self_drafting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +104,8 @@ def check_generate(
     sources = _sources(speculation)
     params = _sampling_params(request, limits)
     checked = CheckedRequest(request, num_sequences, params, stop_strings, num_draft_tokens, num_nodes, sources)
-    self_drafting = limits.self_drafting and checked.may_draft(inference_pb2.DRAFT_SOURCE_TARGET)
-    if (num_nodes or self_drafting) and not params.coupled:
-        # Trees, and what a target drafts itself, are verified by its own draws, which are foreseen by a seed.
+    if num_nodes and not params.coupled:
+        # Trees are verified by the target's own draws, which a draft worker foresees by a seed.
         checked = replace(checked, params=replace(params, seed=secrets.randbits(64)))
     _check_prompt(request, tokenizer, limits)
     return checked
