@@ -14,6 +14,6 @@ STREAM_SECONDS = 30.0
 async def test_streams_do_not_notice_faults() -> None:
     async with chaos_stack() as stack:
         campaign = Campaign(stack, seed=1)
-        await campaign.run(num_faults=5)
+        await campaign.run(num_faults=4)
     assert campaign.num_streams > 16
     assert campaign.longest_seconds < STREAM_SECONDS
