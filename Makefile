@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-peers bench-pools bench-overheads bench-sources clean
+.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-peers bench-pools bench-overheads bench-sources bench-gpu clean
 
 COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
 # What every target of the container stack begins with.
@@ -114,6 +114,9 @@ bench-pools: setup ## Measure pools, KV transfer, prefixes and routing, and what
 
 bench-sources: setup ## Measure who drafts best for which text, and whether the policy knows.
 	$(BIN)/python -m tests.benchmarks.sources $(ARGS)
+
+bench-gpu: setup ## Measure what a CUDA device makes of steps, beside what its memory allows.
+	$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
 
 bench-overheads: setup ## Measure what encryption and the metrics page cost.
 	$(BIN)/python -m tests.benchmarks.overheads $(ARGS)

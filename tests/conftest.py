@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
+
+# Kernels for GPUs are interpreted here: to be said before anything imports Triton.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import gc
 from collections.abc import Iterator
 
 import pytest

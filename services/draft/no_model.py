@@ -29,6 +29,7 @@ class NoModel(CausalLM):
         self.eos_token_ids = frozenset()
         self.kv_shape = KVShape(1, 1, 1, 1)
         self.max_context = _MAX_CONTEXT
+        self.kernels = self._triton = None
 
     def fingerprint(self, block_size: int) -> str:
         return "none"

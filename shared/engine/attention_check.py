@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from shared.engine.attention.batch import AttentionBatch
+from shared.engine.attention.layer import LayerAttention
 from shared.engine.attention.paged import attend
+from shared.engine.cuda.kernels import TritonKernels
 from shared.engine.kv_pool import KVPool, KVShape
-from shared.engine.native.decoder import LayerAttention
 from shared.engine.native.library import Library
 from shared.settings import StartupError
 
+_CPU = torch.device("cpu")
+
 # Largest difference allowed, relative to the largest number: bf16 keeps 8 bits of probabilities and of the result.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # More than two of the stretches that kernels split a context into, and a window that ends within it, if it is no
 # longer than most are.
 _CONTEXT = 1100
@@ -33,7 +36,13 @@ _SCORES = 4.0
 
 
 def check_attention(
-    kernels: Library, shape: KVShape, layers: Iterable[LayerAttention], block_size: int, dtype: torch.dtype, most: int
+    kernels: Library | TritonKernels,
+    shape: KVShape,
+    layers: Iterable[LayerAttention],
+    block_size: int,
+    dtype: torch.dtype,
+    most: int,
+    device: torch.device = _CPU,
 ) -> None:
     """Compares the kernels with PyTorch in float32 on random numbers, for each way in which layers attend.
 
@@ -43,7 +52,7 @@ def check_attention(
         window = min(how.sliding_window or 0, _LONGEST_WINDOW)
         num_cached = max(0, min(most, max(_CONTEXT, window + _NUM_QUERIES)) - _NUM_QUERIES)
         found, expected = (
-            _attended(library, shape, how, block_size, kept, dtype, num_cached)
+            _attended(library, shape, how, block_size, kept, dtype, num_cached, device)
             for library, kept in ((kernels, dtype), (None, torch.float32))
         )
         difference, largest = (found.float() - expected).abs().max().item(), expected.abs().max().item()
@@ -55,24 +64,25 @@ def check_attention(
 
 
 def _attended(
-    kernels: Library | None,
+    kernels: Library | TritonKernels | None,
     shape: KVShape,
     how: LayerAttention,
     block_size: int,
     kept: torch.dtype,
     rounded: torch.dtype,
     num_cached: int,
+    device: torch.device,
 ) -> Tensor:
     """What some queries see: the same numbers, `rounded` to this type, from a pool that keeps them as another."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(num_tokens: int, num_heads: int, size: int, deviation: float = 1.0) -> Tensor:
         drawn = torch.randn((num_tokens, num_heads, size), generator=generator) * deviation
-        return drawn.to(rounded).to(kept)
+        return drawn.to(rounded).to(kept).to(device)
 
     starts, lengths = [num_cached, 0, 0], [_NUM_QUERIES, _NUM_BEGUN, _NUM_BEFORE_TREE + len(_TREE)]
     num_blocks = [-(-(start + length) // block_size) for start, length in zip(starts, lengths, strict=True)]
-    pool = KVPool(shape._replace(num_layers=1), sum(num_blocks), block_size, kept, torch.device("cpu"))
+    pool = KVPool(shape._replace(num_layers=1), sum(num_blocks), block_size, kept, device)
     # Neither in order nor contiguous, as in service.
     blocks = iter(range(sum(num_blocks) - 1, -1, -1))
     tables = [[next(blocks) for _ in range(count)] for count in num_blocks]
@@ -91,8 +101,8 @@ def _attended(
     if 0 <= outside < num_cached - 1:
         # The last query looks for the key that its window just does not reach, in every other head for the next one.
         wanted = keys[[outside, outside + 1]].repeat_interleave(fold, dim=1)
-        both = torch.arange(how.num_heads) % 2
-        found = wanted[both, torch.arange(how.num_heads)].float() * deviation
+        heads = torch.arange(how.num_heads, device=device)
+        found = wanted[heads % 2, heads].float() * deviation
         query[_NUM_QUERIES - 1] = found.to(rounded)
     return attend(
         0,

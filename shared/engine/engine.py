@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shared.engine.block_pool import BlockPool, OutOfBlocks
+from shared.engine.cuda.kernels import TritonKernels
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.host_pool import make_host_tier
 from shared.engine.kv_pool import KVPool
@@ -20,7 +21,7 @@ from shared.engine.model import CausalLM
 from shared.engine.proposer import Proposer
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
-from shared.engine.self_test import self_test
+from shared.engine.self_test import check_kernels, self_test, try_captured
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
 from shared.sampling.params import SamplingParams
@@ -78,16 +79,18 @@ class StepOutcome:
 class Engine:
     """Continuous batching of one model's sequences. Not thread-safe: see `EngineLoop`.
 
-    A step that fails is taken apart: each of its sequences is computed alone, and only those that fail alone are
-    lost. So one whose input breaks every step harms nobody else, and a step too large for memory goes through in
-    smaller ones. When all of them fail, a step of one token that belongs to nobody tells a worker that cannot
-    compute from requests that cannot be computed: a request sent again and again never takes the worker down.
+    A step that fails is taken apart, in halves and these again, and only sequences that fail alone are lost. So one
+    whose input breaks every step harms nobody else, and a step too large for memory goes through in smaller ones. When
+    all of them fail, a step of one token that belongs to nobody tells a worker that cannot compute from requests that
+    cannot be computed: a request sent again and again never takes the worker down.
     """
 
     def __init__(self, model: CausalLM, settings: EngineSettings, sample: Sampler) -> None:
         self.model = model
         self.block_size = settings.block_size
         self.fingerprint = model.fingerprint(settings.block_size)
+        if isinstance(model.attention_kernels, TritonKernels):
+            check_kernels(model, self.block_size)  # before it is measured what a step takes
         num_blocks = settings.num_blocks or _blocks_that_fit(model, settings, sample)
         try:
             pool = KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)
@@ -98,10 +101,14 @@ class Engine:
         if settings.num_blocks is not None or settings.kv_cache_gib is not None:
             _commit(pool)
         host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
-        self.blocks = BlockPool(num_blocks, host)
+        # Captured steps fill themselves up in a block that is nobody's.
+        has_scratch = isinstance(model.attention_kernels, TritonKernels) and num_blocks > 1
+        self._scratch_block = num_blocks - 1 if has_scratch else None
+        num_usable = num_blocks - has_scratch
+        self.blocks = BlockPool(num_usable, host)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
         self.max_context = min(
-            model.max_context, settings.max_context or model.max_context, num_blocks * self.block_size
+            model.max_context, settings.max_context or model.max_context, num_usable * self.block_size
         )
         self._sample = sample
         self._runner = ModelRunner(model, pool)
@@ -119,6 +126,8 @@ class Engine:
         Raises StartupError if the model cannot be served.
         """
         self_test(self.model, self._runner)
+        if self._scratch_block is not None and self.model.attention_kernels is not None:
+            try_captured(self.model, self._runner, self._scratch_block)
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
     def draft_by(self, proposer: Proposer) -> None:
@@ -174,17 +183,16 @@ class Engine:
         if rows is not None:
             return self._complete(plan, rows), []
         gains: list[Gain] = []
-        failed: list[Sequence] = []
-        for item in plan.scheduled:
-            part = StepPlan([item])
-            # A block it copied may have been written to by the step that failed: not to be copied again.
-            again = len(plan.scheduled) > 1 and not item.copies
-            rows = self._compute(part) if again else None
-            if rows is not None:
-                gains += self._complete(part, rows)
-            else:
-                failed.append(item.sequence)
-                self.scheduler.remove(item.sequence)
+        # A block that one copied may have been written to by the step that failed: not to be copied again.
+        failed = [item.sequence for item in plan.scheduled if item.copies or len(plan.scheduled) == 1]
+        for sequence in failed:
+            self.scheduler.remove(sequence)
+        again = [item for item in plan.scheduled if item.sequence not in failed]
+        half = -(-len(again) // 2)
+        for part in (again[:half], again[half:]):
+            if part:
+                more_gains, more_failed = self._run(StepPlan(part))
+                gains, failed = gains + more_gains, failed + more_failed
         return gains, failed
 
     def _compute(self, plan: StepPlan) -> list[tuple[SampleRows, SampledTokens]] | None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,25 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.grouping import Indices
+from shared.engine.attention.layer import LayerAttention
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
 from shared.engine.captures import Captures
 from shared.engine.context_limit import context_limit
+from shared.engine.cuda.kernels import TritonKernels, has_triton, load_triton
 from shared.engine.decoder_layers import decoder_layers, first_layers
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
-from shared.engine.native.decoder import LayerAttention, NativeDecoder
-from shared.engine.native.library import has_kernels, load_library
+from shared.engine.native.decoder import NativeDecoder
+from shared.engine.native.library import Library, has_kernels, load_library
 from shared.engine.packed_llama import PackedLlama
 from shared.engine.quantised_weight import QuantisedWeight
 from shared.engine.settings import Native, Quantize
 from shared.engine.source import check_source
 from shared.settings import StartupError
+
+if TYPE_CHECKING:
+    from shared.engine.cuda.graphs import StaticBatch
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +69,7 @@ class CausalLM:
             logger.warning("model %s is served with at most %d tokens of context: %s", name, *limit)
         # Kernels of our own for this device and type, if there are any.
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
+        self._triton = load_triton() if native == "auto" and has_triton(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
         self._captured_layers: tuple[int, ...] = ()
         self._captures: Captures | None = None
@@ -101,6 +107,26 @@ class CausalLM:
             # transformers, safetensors and the hub client share no exception class.
             raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
         return cls(model, folder.name if folder.is_dir() else source, native, quantize)
+
+    @property
+    def attention_kernels(self) -> Library | TritonKernels | None:
+        return self._triton if self.kernels is None else self.kernels
+
+    def leave_triton(self) -> None:
+        """Goes on with PyTorch's attention."""
+        self._triton = None
+
+    def fuse(self) -> int:
+        """Has as many of its layers as can be computed in few launches each, and says how many."""
+        from shared.engine.cuda.layers import fuse_layers
+
+        return fuse_layers(self._model, self.attention)
+
+    def unfuse(self) -> None:
+        """Has them compute as transformers has it."""
+        from shared.engine.cuda.layers import unfuse_layers
+
+        unfuse_layers(self._model)
 
     def capture(self, layers: Sequence[int]) -> None:
         """Has every step keep what its tokens look like before these layers in `captured`: with the number of layers,
@@ -145,24 +171,33 @@ class CausalLM:
             assert batch.native is not None
             logits, self.captured = self._packed.forward(token_ids, batch.native, rows, self._captured_layers)
             return logits
-        return self._torch_forward(token_ids, batch, rows)
-
-    @torch.inference_mode()
-    def _torch_forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
         ids, positions, kept = (torch.from_numpy(array).to(self.device) for array in (token_ids, batch.positions, rows))
         if isinstance(self._packed, PackedLlama):
-            packed_logits, self.captured = self._packed.forward(ids, positions, batch, kept, self._captured_layers)
-            return packed_logits
+            return self._packed_forward(self._packed, ids, positions, batch, kept)
+        logits, self.captured = self.torch_forward(ids, positions, batch, kept)
+        return logits
+
+    @torch.inference_mode()
+    def _packed_forward(
+        self, packed: PackedLlama, ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor
+    ) -> Tensor:
+        logits, self.captured = packed.forward(ids, positions, batch, rows, self._captured_layers)
+        return logits
+
+    @torch.inference_mode()
+    def torch_forward(
+        self, ids: Tensor, positions: Tensor, batch: AttentionBatch | StaticBatch, rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """transformers' forward of packed ids and positions `[T]`: logits `[R, vocab_size]` at `rows` `[R]`, and what
+        is captured, `[T, layers, hidden]`."""
         logits: Tensor = self._model(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=kept,
+            logits_to_keep=rows,
             attention_batch=batch,
         ).logits
-        if self._captures is not None:
-            self.captured = self._captures.take()
-        return logits[0]
+        return logits[0], None if self._captures is None else self._captures.take()
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: Tensor) -> Tensor:

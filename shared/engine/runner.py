@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.scheduler import StepPlan
 from shared.sampling.sampled import SampledTokens
+
+if TYPE_CHECKING:
+    from shared.engine.cuda.graphs import CapturedSteps
 
 # Step costs: each size is measured so often, or less often, but not less than twice, once it takes this long.
 _MEASURED_TURNS = 6
@@ -27,6 +31,11 @@ class ModelRunner:
     def __init__(self, model: CausalLM, pool: KVPool) -> None:
         self.model = model
         self.pool = pool
+        self._captured_steps: CapturedSteps | None = None
+
+    def run_captured(self, steps: CapturedSteps | None) -> None:
+        """From now on what these can run is run by them."""
+        self._captured_steps = steps
 
     def run(self, plan: StepPlan) -> Tensor:
         """Logits `[R, vocab_size]`: for each scheduled sequence in order, its `num_rows` last positions."""
@@ -92,11 +101,16 @@ class ModelRunner:
         """
         if len(tokens) != sum(lengths):
             raise ValueError(f"a step of {sum(lengths)} tokens has {len(tokens)}")
-        batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.kernels, parents)
+        batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.attention_kernels, parents)
         # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
         # but must not break the step they are verified in.
         token_ids = np.minimum(np.asarray(tokens, dtype=np.int64), self.model.vocab_size - 1)
-        return self.model.forward(token_ids, batch, np.asarray(rows, dtype=np.int64))
+        wanted = np.asarray(rows, dtype=np.int64)
+        replayed = None if self._captured_steps is None else self._captured_steps.run(token_ids, batch, wanted)
+        if replayed is None:
+            return self.model.forward(token_ids, batch, wanted)
+        logits, self.model.captured = replayed
+        return logits
 
     def run_largest(self, num_tokens: int, context: int, num_rows: int) -> Tensor:
         """Logits `[num_rows, vocab_size]` of a prefill chunk at the end of a context as long as that.

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from shared.engine.attention_check import check_attention
+from shared.engine.cuda.kernels import TritonKernels
+from shared.engine.failure import is_device_error
 from shared.engine.model import CausalLM
+from shared.engine.native.library import Library
 from shared.engine.runner import ModelRunner
 from shared.settings import StartupError
+
+logger = logging.getLogger(__name__)
 
 # Largest difference of logits allowed, relative to the largest logit. Half precisions round differently in
 # differently shaped products; recurrent state or a misplaced token is off by far more.
@@ -34,10 +42,11 @@ def self_test(model: CausalLM, runner: ModelRunner) -> None:
     tables = [list(range(2 * blocks_each - 1, -1, -2)), list(range(0, 2 * blocks_each, 2))]
     try:
         references = [model.reference_logits(text) for text in texts]
-        if model.kernels is not None:
-            check_attention(model.kernels, model.kv_shape, model.attention, block_size, model.dtype, model.max_context)
+        check_kernels(model, block_size)
         model.pack()
         _compare(model, runner, texts, tables, references)
+        if isinstance(model.attention_kernels, TritonKernels):
+            _try_fused(model, lambda: _compare(model, runner, texts, tables, references))
     except StartupError:
         raise
     except Exception as error:
@@ -46,6 +55,77 @@ def self_test(model: CausalLM, runner: ModelRunner) -> None:
             f"model {model.name} cannot be served: it does not run packed over paged KV "
             f"({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
+
+
+def check_kernels(model: CausalLM, block_size: int) -> None:
+    """Raises StartupError if those of a CPU attend otherwise than PyTorch; those of a GPU are left out then, whatever
+    keeps them from it."""
+    kernels = model.attention_kernels
+    if kernels is None:
+        return
+    how = (model.kv_shape, model.attention, block_size, model.dtype, model.max_context, model.device)
+    if isinstance(kernels, Library):
+        check_attention(kernels, *how)
+        return
+    try:
+        check_attention(kernels, *how)
+        logger.info("kernels of its own attend")
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        logger.warning("PyTorch attends: kernels of its own do not", exc_info=error)
+        model.leave_triton()
+
+
+def _try_fused(model: CausalLM, compare: Callable[[], None]) -> None:
+    """Has layers computed in few launches each, if that is the same."""
+    try:
+        if num_fused := model.fuse():
+            compare()
+            logger.info("layers fused", extra={"layers": num_fused})
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        logger.warning("layers compute as ever: fused, they do not do so", exc_info=error)
+        model.unfuse()
+
+
+def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> None:
+    """Has steps of few tokens replayed as graphs, on a GPU, if that is the same; nobody owns that block, or any other
+    as yet."""
+    from shared.engine.cuda.graphs import MOST_TOKENS, CapturedSteps, CudaRecorder
+
+    tables = [[0, 1], [2, 3]]
+    if model.device.type != "cuda" or runner.pool.num_blocks <= max(map(max, tables)) + 1:
+        return
+    generator = torch.Generator().manual_seed(1)
+
+    def steps() -> Iterator[Tensor]:
+        starts = [0, 0]
+        for lengths in ([5, 3], [1, 1], [4, 4], [1, 1]):
+            tokens = torch.randint(model.vocab_size, (sum(lengths),), generator=generator).tolist()
+            yield runner.run_packed(tokens, starts, lengths, tables, range(len(tokens))).float().clone()
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+
+    try:
+        expected = list(steps())
+        generator.manual_seed(1)
+        recorder = CudaRecorder(model.device)
+        runner.run_captured(CapturedSteps(model.torch_forward, runner.pool, model.attention, scratch_block, recorder))
+        # The largest first, whose memory the others make do with.
+        runner.run_packed(
+            [0] * MOST_TOKENS, [0] * MOST_TOKENS, [1] * MOST_TOKENS, [[0]] * MOST_TOKENS, range(MOST_TOKENS)
+        )
+        for ours, theirs in zip(steps(), expected, strict=True):
+            difference, largest = (ours - theirs).abs().max().item(), max(1.0, theirs.abs().max().item())
+            if not difference <= _TOLERANCE[model.dtype] * largest:
+                raise StartupError(f"captured, logits differ by {difference:.3g} of {largest:.3g}")
+        logger.info("steps captured")
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        logger.warning("steps run without graphs: captured, they are not the same", exc_info=error)
+        runner.run_captured(None)
 
 
 def _compare(

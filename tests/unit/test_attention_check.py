@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shared.engine.attention.layer import LayerAttention
 from shared.engine.attention_check import check_attention
 from shared.engine.kv_pool import KVShape
-from shared.engine.native.decoder import LayerAttention
 from shared.engine.native.step import NativeStep
 from shared.settings import StartupError
 from tests.support.kernels import INSTRUCTION_SETS, kernels

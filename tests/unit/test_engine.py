@@ -592,6 +592,7 @@ def test_step_costs_are_the_fastest_of_several_turns_within_a_time(
         now[0] += turn_seconds / 3
         return 10.0 - len(measured)
 
+    monkeypatch.setattr("shared.engine.runner._MEASURED_TURNS", 6)
     monkeypatch.setattr(engine._runner, "_measure", measure)
     monkeypatch.setattr("shared.engine.runner.time.perf_counter", lambda: now[0])
     costs = engine._runner.measure((1, 2, 8))

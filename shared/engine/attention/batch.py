@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,17 @@ from torch import Tensor
 
 from shared.engine.attention.grouping import Indices, group_sequences
 from shared.engine.attention.trees import Trees
+from shared.engine.cuda.kernels import TritonKernels
 from shared.engine.kv_pool import KVPool
 from shared.engine.native.library import Library
 from shared.engine.native.step import NativeStep
 from shared.sampling.proposal import Proposal
+
+if TYPE_CHECKING:
+    from shared.engine.cuda.step import CudaStep
+
+# By which a GPU's kernels tell who sees whom in a tree.
+_WORD_BITS = 64
 
 # Pairs of query and position whose masks a step keeps from layer to layer; the others are made anew in each.
 # A chunk of 512 tokens over 16k of context is kept: 64 MiB, in bf16 with four query heads to a KV head.
@@ -166,7 +173,7 @@ class AttentionBatch:
     num_tokens: int
     num_positions: int
     indices: Indices
-    kernels: Library | None = None
+    kernels: Library | TritonKernels | None = None
     parents: Sequence[Sequence[int]] | None = None
 
     @classmethod
@@ -176,7 +183,7 @@ class AttentionBatch:
         starts: Sequence[int],
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
-        kernels: Library | None = None,
+        kernels: Library | TritonKernels | None = None,
         parents: Sequence[Sequence[int]] | None = None,
     ) -> AttentionBatch:
         """Sequence i has `lengths[i]` new tokens from position `starts[i]` on, packed one after another. With `parents`
@@ -190,10 +197,25 @@ class AttentionBatch:
             indices += table[:count]
         return cls(pool, len(ends), sum(lengths), max(ends), np.array(indices, dtype=np.int64), kernels, parents)
 
+    @property
+    def own(self) -> NativeStep | CudaStep | None:
+        """What attends by kernels of our own; None where there are none."""
+        return self.native or self.cuda
+
+    @cached_property
+    def cuda(self) -> CudaStep | None:
+        """The step as those of a GPU see it; None where there are none."""
+        return self.kernels.step(self) if isinstance(self.kernels, TritonKernels) and self.fits_words else None
+
+    @property
+    def fits_words(self) -> bool:
+        """Whether the tokens of each tree are no more than a word has bits."""
+        return self.parents is None or max(map(len, self.parents), default=0) <= _WORD_BITS
+
     @cached_property
     def native(self) -> NativeStep | None:
-        """The step as the kernels see it; None where there are none."""
-        if self.kernels is None:
+        """The step as those of a CPU see it; None where there are none."""
+        if not isinstance(self.kernels, Library):
             return None
         return NativeStep(
             self.kernels, self.pool, self.num_sequences, self.num_tokens, self.num_positions, self.indices, self.trees

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from shared.engine.attention.batch import AttentionBatch, AttentionGroup
+
+if TYPE_CHECKING:
+    from shared.engine.cuda.graphs import StaticBatch
 
 # The name it is registered under; none of the library's own `paged|...`, whose contract keeps changing.
 ATTENTION_NAME = "outrider_paged"
@@ -28,7 +31,7 @@ def paged_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     *,
-    attention_batch: AttentionBatch,
+    attention_batch: AttentionBatch | StaticBatch,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Writes this layer's keys and values to their slots, then attends over each sequence's own blocks.
@@ -48,7 +51,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionBatch | StaticBatch,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -56,8 +59,9 @@ def attend(
 ) -> Tensor:
     """`paged_attention` on token-major tensors: query `[T, num_heads, head_dim]`, key and value
     `[T, num_kv_heads, head_dim]`, to `[T, num_heads, value_head_dim]`."""
-    if batch.native is not None:
-        return batch.native.attend(layer, query, key, value, scale, sliding_window, softcap, sinks)
+    if batch.own is not None:
+        return batch.own.attend(layer, query, key, value, scale, sliding_window, softcap, sinks)
+    assert isinstance(batch, AttentionBatch)  # what is captured always has kernels
     batch.pool.write(layer, batch.first_slots, key, value)
     if len(batch.groups) == 1:
         return _attend(layer, query, batch, batch.groups[0], scale, sliding_window, softcap, sinks)

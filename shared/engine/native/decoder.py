@@ -6,7 +6,7 @@ import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, byref, c_int32
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from shared.engine.attention.grouping import Indices
+from shared.engine.attention.layer import LayerAttention
 from shared.engine.kv_pool import KVShape
 from shared.engine.native.library import Attention, Captures, Decoder, Layer, Library
 from shared.engine.native.matrix import PANEL, NativeMatrix, weight_of
@@ -44,15 +45,6 @@ _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 _ROPES = {"default", "linear", "llama3", "yarn"}
 # Positions whose rotations are kept at first; twice as many whenever they do not suffice.
 _FIRST_POSITIONS = 2048
-
-
-class LayerAttention(NamedTuple):
-    """What a model hands its attention function in one layer."""
-
-    num_heads: int
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
 
 
 class NativeDecoder:

@@ -1,0 +1,1 @@
+"""Kernels of our own for CUDA devices, in Triton."""
