@@ -123,7 +123,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         found = Copied()
         if may_copy:
             found = self._source.propose(manuscript, most_tokens, propose.least_likelihood, in_tree)
-        copied = CopiedDraft(manuscript, found)
+        copied = CopiedDraft(found)
         asks_model = wants_model and self._has_model
         if not asks_model or found.num_expected > drafter.num_expected(propose.num_draft_tokens):
             drafter.rest()

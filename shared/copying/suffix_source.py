@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ _OWN_TEXT = 0
 _NOTHING = Copied()
 # Less than any match has turned out to be worth: not looked at more closely.
 _LEAST_DOUBTED = 0.2
+# While nothing is worth proposing, one look in so many is made at all that there is, to learn whether it would be.
+_LOOKS_APART = 32
 # Of matches, those that differ in what experience has of them.
 _LENGTHS = (2, 3, 4, 6, 9)
 
@@ -23,8 +26,8 @@ _LENGTHS = (2, 3, 4, 6, 9)
 class Manuscript:
     """A sequence's committed tokens: `index` holds them as its one text; None where there is no room for them.
 
-    `proposed` is what was copied for it last, until its outcome is known; `looking`: how closely that is worth to look
-    for.
+    `proposed` is what was copied for it last, until its outcome is known, whether it was verified or not; `looking`:
+    how closely that is worth to look for; `num_barren`: looks in a row that found nothing worth proposing.
     """
 
     tenant: bytes
@@ -34,19 +37,21 @@ class Manuscript:
     index: SuffixIndex | None
     token_ids: Sequence[int] = ()
     proposed: Copied | None = None
+    num_barren: int = 0
 
 
 class SuffixSource:
     """Copies from a sequence's own prompt and output, and from past outputs of its tenant (prompt lookup, Saxena 2023;
     SuffixDecoding, Oliaro et al. 2024).
 
-    It remembers `most_tokens` in all: running sequences' first, and of past outputs those used last. A sequence for
-    which there is no room has nothing copied.
+    It remembers `most_tokens` in all: running sequences' first, of one tenant half of it at most, and of past outputs
+    those used last. A sequence for which there is no room has nothing copied.
     """
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
         self._num_running_tokens = 0
+        self._running_by_tenant: Counter[bytes] = Counter()
         self._past = PastOutputs()
         self._calibration = Calibration()
         self._looking = Looking()
@@ -88,35 +93,60 @@ class SuffixSource:
         closely: bool = True,
     ) -> Copied:
         """What may follow; nothing where the text's end is new, or not `closely`, where what it has in common with what
-        is remembered is short. See `copy`."""
+        is remembered is short. See `copy`.
+
+        What such tokens are worth is learnt from all of it by what is committed next, and, so that nothing is held to
+        be worthless for ever, now and then from what was not worth proposing.
+        """
         if manuscript.index is None:
             return _NOTHING
-        tail = manuscript.token_ids
-        shortest = max(self._shortest_match(least_likelihood), 0 if closely else LONG_MATCH)
-        matches = manuscript.index.matches(tail, shortest) + self._past.matches(manuscript.tenant, tail, shortest)
-        if not matches:
-            return _NOTHING
-        return copy(matches, most_tokens, least_likelihood, manuscript.calibration, branching, most_depth)
 
-    def _shortest_match(self, least_likelihood: float) -> int:
-        """No shorter one can tell of a token that is so likely, as far as everybody's experience goes."""
-        if least_likelihood <= _LEAST_DOUBTED:
-            return 0
-        for length in _LENGTHS:
-            if self._calibration.likelihood(most_likely(length)) >= least_likelihood:
-                return length
-        return LONGEST_MATCH + 1
+        def look(least: float, shortest: int) -> Copied:
+            assert manuscript.index is not None
+            tail = manuscript.token_ids
+            matches = manuscript.index.matches(tail, shortest) + self._past.matches(manuscript.tenant, tail, shortest)
+            if not matches:
+                return _NOTHING
+            return copy(matches, most_tokens, least, manuscript.calibration, branching, most_depth)
+
+        shortest = max(_shortest_match(manuscript.calibration, least_likelihood), 0 if closely else LONG_MATCH)
+        found = look(least_likelihood, shortest)
+        if found.proposal:
+            manuscript.num_barren, manuscript.proposed = 0, found
+            return found
+        manuscript.num_barren += 1
+        if manuscript.num_barren % _LOOKS_APART == 0 and (least_likelihood > 0 or shortest > 0):
+            manuscript.proposed = look(0.0, 0)
+        return _NOTHING
 
     def _extend(self, manuscript: Manuscript, token_ids: Sequence[int]) -> None:
         if manuscript.index is None:
             return
-        if self._num_running_tokens + len(token_ids) > self._most_tokens:
+        num_new, tenant = len(token_ids), manuscript.tenant
+        if 2 * (self._running_by_tenant[tenant] + num_new) > self._most_tokens or (
+            self._num_running_tokens + num_new > self._most_tokens
+        ):
             self._give_up(manuscript)
             return
-        self._num_running_tokens += len(token_ids)
+        self._num_running_tokens += num_new
+        self._running_by_tenant[tenant] += num_new
         self._past.trim(self._most_tokens - self._num_running_tokens)
         manuscript.token_ids = manuscript.index.extend(_OWN_TEXT, token_ids)
 
     def _give_up(self, manuscript: Manuscript) -> None:
-        self._num_running_tokens -= len(manuscript.token_ids)
+        num_tokens, tenant = len(manuscript.token_ids), manuscript.tenant
+        self._num_running_tokens -= num_tokens
+        self._running_by_tenant[tenant] -= num_tokens
+        if not self._running_by_tenant[tenant]:
+            del self._running_by_tenant[tenant]
         manuscript.index = None
+
+
+def _shortest_match(calibration: Calibration, least_likelihood: float) -> int:
+    """No shorter one can tell of a token that is so likely, as far as experience goes."""
+    if least_likelihood <= _LEAST_DOUBTED:
+        return 0
+    for length in _LENGTHS:
+        if calibration.likelihood(most_likely(length)) >= least_likelihood:
+            return length
+    return LONGEST_MATCH + 1

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.copying.copied import Copied
-from shared.copying.suffix_source import Manuscript
 from shared.sampling.proposal import Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedDraft:
-    """What was copied for a sequence."""
+    """What was copied for a sequence, whose manuscript learns of all of it with the tokens that follow."""
 
-    manuscript: Manuscript
     copied: Copied
 
     @property
@@ -27,8 +25,7 @@ class CopiedDraft:
         return self.copied.num_expected
 
     def proposal(self, count: int) -> Proposal:
-        self.manuscript.proposed = kept = self.copied.first(count)
-        return kept.proposal
+        return self.copied.first(count).proposal
 
     def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        """The manuscript learns of it with the tokens themselves."""
+        """Nothing is left to be learnt."""

@@ -33,10 +33,11 @@ _MORE_BY_FAILURE = 0.05
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
-# A choice stands for so many rounds or plain steps, and at least so long, as choosing takes time too; unless the load
-# has changed by more than this share.
+# A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, as choosing
+# takes time too, for each; unless the load has changed by more than this share.
 _REST_ROUNDS = 8
 _LEAST_REST_SECONDS = 0.1
+_REST_SECONDS_EACH = 0.01
 _NEW_LOAD = 0.25
 # What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
 # that is so long ago; unless drafting promises so much that it hardly matters.
@@ -217,7 +218,8 @@ class GammaController:
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
-            self._rest = max(_REST_ROUNDS * self._round_seconds(situation.load, self.gamma), _LEAST_REST_SECONDS)
+            rounds = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
+            self._rest = max(rounds, _LEAST_REST_SECONDS, _REST_SECONDS_EACH * len(self._members))
             self._note_trial(situation.load)
         if self.measuring:
             sequence.num_scouting_rounds = 0
@@ -314,7 +316,8 @@ class GammaController:
         if step is not None and step.received < received < step.received + _PLAIN_STEPS_APART and not self.measuring:
             return  # looking at each would cost steps of a millisecond a percent
         if step is not None and received <= step.received:
-            self._last_plain = step._replace(seconds=min(step.seconds, seconds))
+            if seconds < step.seconds:
+                self._last_plain = PlainStep(step.load, seconds, step.received)
             return
         self._last_plain = PlainStep(load, seconds, received)
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:

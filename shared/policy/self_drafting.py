@@ -13,6 +13,8 @@ from shared.policy.verify_costs import VerifyCosts
 _MEMORY_STEPS: Final = 50.0
 # What was not tried yet is tried for so many steps, and so is again what seemed to be worse.
 _TRIAL_STEPS: Final = 8
+# But for no more than so many that are begun: others' prompts may be in each.
+_MOST_TRIAL_STEPS: Final = 64
 # That costs this share of the time at most, and comes no more often than each so many times its length.
 _TRIAL_SHARE: Final = 0.01
 _LEAST_TRIALS_APART: Final = 20.0
@@ -51,11 +53,15 @@ class _Load:
     def __init__(self) -> None:
         self.drafting, self.plain = _Goodput(), _Goodput()
         self.drafts = True
-        # Of a trial of the other way so many steps are left, and the next begins after so many seconds of steps at this
-        # load, of which there were so many.
+        # Of a trial of the other way so many steps are still to be seen, and so many may be begun for that.
         self.num_left = 0
+        self.num_begun = 0
+        # The next begins after so many seconds of steps at this load, of which there were so many; so long after the
+        # last it was to come, and for so long it may have to wait for sequences to try it with.
         self.next_trial = 0.0
         self.seconds = 0.0
+        self.apart = 0.0
+        self.patience = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -87,11 +93,14 @@ class SelfDraftingPolicy:
         that seemed to be worse."""
         at = self._at(load)
         if at.num_left > 0:
-            at.num_left -= 1
-            if at.num_left == 0:
-                self._conclude(at)
-        elif (at.drafts or may_try) and at.is_due and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
-            at.num_left = _TRIAL_STEPS
+            at.num_begun += 1
+            if at.num_begun > _MOST_TRIAL_STEPS:
+                self._postpone(at)
+        elif at.is_due and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
+            if at.drafts or may_try:
+                at.num_left, at.num_begun = _TRIAL_STEPS, 0
+            elif at.seconds > at.next_trial + at.patience:
+                self._postpone(at)
         return at.drafts if at.num_left == 0 else not at.drafts
 
     def follows(self, load: int) -> bool:
@@ -99,10 +108,10 @@ class SelfDraftingPolicy:
         at = self._at(load)
         return at.drafts or at.num_left > 0 or at.is_due
 
-    def goes_on(self, load: int, prospect: float) -> bool:
-        """Whether a further step of the drafter pays that finds tokens behind others which are accepted so often, all
-        sequences' together."""
-        seconds = self._draft_seconds.get(nearest_power(load))
+    def goes_on(self, num_growing: int, load: int, prospect: float) -> bool:
+        """Whether a further step of the drafter for so many of `load` sequences pays, that finds tokens behind others
+        which are accepted so often, all sequences' together."""
+        seconds = self._draft_seconds.get(nearest_power(num_growing))
         return seconds is None or prospect > seconds * self._price(load)
 
     def least_likelihood(self, load: int) -> float:
@@ -141,6 +150,10 @@ class SelfDraftingPolicy:
         at = self._at(load)
         at.seconds += seconds
         at.of(drafted).observe(num_tokens, seconds)
+        if at.num_left > 0 and drafted != at.drafts:
+            at.num_left -= 1
+            if at.num_left == 0:
+                self._conclude(at)
 
     def _conclude(self, at: _Load) -> None:
         """A trial of the other way has ended: takes the better one, and says when the other is tried again."""
@@ -149,7 +162,15 @@ class SelfDraftingPolicy:
         one, other = at.of(at.drafts), at.of(not at.drafts)
         lost = max(0.0, 1 - other.rate / one.rate) if one.rate > 0 else 0.0
         trial = _TRIAL_STEPS * max(other.step_seconds, one.step_seconds)
-        at.next_trial = at.seconds + max(trial * lost / _TRIAL_SHARE, trial * _LEAST_TRIALS_APART)
+        at.patience = trial * _LEAST_TRIALS_APART
+        at.apart = max(trial * lost / _TRIAL_SHARE, at.patience)
+        at.next_trial = at.seconds + at.apart
+
+    def _postpone(self, at: _Load) -> None:
+        """It came to nothing: there was nothing to be seen, or nobody to try it with."""
+        at.num_left = 0
+        at.patience = max(at.patience, _TRIAL_STEPS * at.of(at.drafts).step_seconds * _LEAST_TRIALS_APART)
+        at.next_trial = at.seconds + max(at.apart, at.patience)
 
     def _price(self, load: int) -> float:
         """Tokens that a second is worth."""

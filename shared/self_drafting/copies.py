@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Collection
 
 from shared.copying.copied import Copied
@@ -10,20 +12,24 @@ from shared.drafting.copied_draft import CopiedDraft
 from shared.engine.sequence import Sequence
 from shared.policy.looking import Looking
 
-# Tokens of a long prompt that are taken in before a step: everybody waits for that, some 2 µs a token.
+# Tokens that are taken in before a step, of all sequences: everybody waits for that, some 2 µs a token.
 _MOST_AT_ONCE = 4096
 
 
 class Copies:
     """Manuscripts of the sequences of one engine that may have their drafts copied, kept as these go on."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """It remembers so many tokens in all, of running sequences and past outputs; see `SuffixSource`."""
         self._source = SuffixSource(most_tokens)
+        self._clock = clock
+        self._num_left = _MOST_AT_ONCE
         # With how many tokens of the sequence it knows.
         self._manuscripts: dict[Sequence, tuple[Manuscript, int]] = {}
-        # Whom this step looked closely for.
-        self._looked: dict[Sequence, Looking] = {}
+        # Of sequences that have gone, what there is still to take in.
+        self._gone: deque[tuple[Manuscript, list[int]]] = deque()
+        # Whom this step looked closely for, and the seconds that took.
+        self._looked: dict[Sequence, tuple[Looking, float]] = {}
 
     def draft(
         self,
@@ -38,32 +44,42 @@ class Copies:
         is looked for as closely as that pays."""
         tokens = sequence.token_ids
         known = self._manuscripts.get(sequence)
-        num_known = min(len(tokens), (0 if known is None else known[1]) + _MOST_AT_ONCE)
+        num_before = 0 if known is None else known[1]
+        num_known = min(len(tokens), num_before + self._num_left)
+        self._num_left -= num_known - num_before
         if known is None:
             manuscript = self._source.begin(tokens[:num_known], sequence.num_prompt_tokens, sequence.root_hash)
         else:
             manuscript = known[0]
-            self._source.commit(manuscript, tokens[known[1] : num_known])
+            if num_known > num_before:
+                self._source.commit(manuscript, tokens[num_before:num_known])
         self._manuscripts[sequence] = manuscript, num_known
         copied = Copied()
         if num_known == len(tokens):
             closely = always or manuscript.looking.closely()
-            if closely:
-                self._looked[sequence] = manuscript.looking
+            began = self._clock()
             copied = self._source.propose(manuscript, most_tokens, least_likelihood, branching, most_depth, closely)
-        return CopiedDraft(manuscript, copied)
+            if closely:
+                self._looked[sequence] = manuscript.looking, self._clock() - began
+        return CopiedDraft(copied)
 
-    def settle(self, seconds: float, worth: Callable[[Sequence, float], tuple[float, float]]) -> None:
-        """The step has ended, for which looking took so long. `worth` tells of a sequence, and of what looking for it
-        took, what that spared and spent: see `Looking`."""
+    def settle(self, worth: Callable[[Sequence, float], tuple[float, float]]) -> None:
+        """The step has ended. `worth` tells of a sequence, and of the seconds that looking for it took, what that
+        spared and spent: see `Looking`."""
         looked, self._looked = self._looked, {}
-        for sequence, looking in looked.items():
-            looking.observe(*worth(sequence, seconds / len(looked)))
+        for sequence, (looking, seconds) in looked.items():
+            looking.observe(*worth(sequence, seconds))
 
     def sweep(self, running: Collection[Sequence]) -> None:
-        """Those that are no longer here are past."""
-        self._looked = {}
+        """Before each step: those that are no longer here are past, and taken in one by one as there is time."""
+        self._looked, self._num_left = {}, _MOST_AT_ONCE
         for sequence in [each for each in self._manuscripts if each not in running]:
             manuscript, num_known = self._manuscripts.pop(sequence)
-            self._source.commit(manuscript, sequence.token_ids[num_known : num_known + _MOST_AT_ONCE])
+            self._gone.append((manuscript, sequence.token_ids[num_known : num_known + _MOST_AT_ONCE]))
+        while self._gone and self._num_left > 0:
+            manuscript, rest = self._gone.popleft()
+            self._source.commit(manuscript, rest)
+            # What it wrote is indexed once more, as past.
+            self._num_left -= len(rest) + len(manuscript.token_ids) - manuscript.num_prompt_tokens
             self._source.end(manuscript)
+        self._num_left = max(0, self._num_left)

@@ -149,8 +149,8 @@ class Eagle:
     """Drafts with a head that has a layer of KV in the target's own blocks: where these go, it goes.
 
     Prompts are taken in as they are computed, and what plain steps compute when there is enough of it, or the sequence
-    drafts. What begins, or would have to be taken in, while that is not worth its time is left out for good. Where it
-    lacks KV (another worker computed the prefix without a head), it guesses worse, and no more.
+    drafts; a sequence that begins to decode, or would have to be taken in, while that is not worth its time is left out
+    for good. Where it lacks KV (another worker computed the prefix without a head), it guesses worse, and no more.
     """
 
     most_steps = _MOST_STEPS
@@ -165,22 +165,23 @@ class Eagle:
         self._rotary = head.rotary
         self._pending: WeakKeyDictionary[Sequence, _Pending] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[Sequence, _Seen] = WeakKeyDictionary()
+        # Of those that decode.
+        self._followed: WeakSet[Sequence] = WeakSet()
         self._left_out: WeakSet[Sequence] = WeakSet()
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         assert captured is not None
         if self._left_out.issuperset(item.sequence for item in plan.scheduled):
             return
-        full = []
+        full: dict[Sequence, bool] = {}
         for item, places, following in kept_tokens(plan, sampled):
             sequence = item.sequence
-            if sequence in self._left_out:
-                continue
-            if sequence.params.self_draft is None and item.num_tokens == item.num_rows:
-                continue
-            if not (follows or sequence in self._pending or sequence in self._seen):
-                self._left_out.add(sequence)
-                continue
+            is_prompt = item.num_tokens > item.num_rows
+            if not is_prompt and sequence not in self._followed:
+                if sequence in self._left_out or not follows or sequence.params.self_draft is None:
+                    self._leave_out(sequence)
+                    continue
+                self._followed.add(sequence)
             pending = self._pending.get(sequence)
             if pending is None or pending.end != item.start:
                 pending = self._pending[sequence] = _Pending(item.start)
@@ -190,14 +191,18 @@ class Eagle:
             pending.captured.append(rows.clone())
             pending.following += following
             if len(pending.following) > _MOST_PENDING:
-                full.append(sequence)
-        if follows:
-            self._take_in(full)
-            return
+                full[sequence] = is_prompt
+        # Others may find a prompt in the cache, and go on from what the head made of it.
+        self._take_in([sequence for sequence, is_prompt in full.items() if is_prompt or follows])
         for sequence in full:
-            self._left_out.add(sequence)
-            del self._pending[sequence]
-            self._seen.pop(sequence, None)
+            if sequence in self._pending:
+                self._leave_out(sequence)
+
+    def _leave_out(self, sequence: Sequence) -> None:
+        self._left_out.add(sequence)
+        self._followed.discard(sequence)
+        self._pending.pop(sequence, None)
+        self._seen.pop(sequence, None)
 
     def ready(self, sequence: Sequence) -> bool:
         pending, seen = self._pending.get(sequence), self._seen.get(sequence)
@@ -244,7 +249,8 @@ class Eagle:
             [sequence.block_table for sequence in sequences],
         )
         for sequence, each, its in zip(sequences, pending, torch.split(outs, lengths), strict=True):
-            self._seen[sequence] = _Seen(each.end, its[-1:])
+            # Not a view, which would keep all of the step's.
+            self._seen[sequence] = _Seen(each.end, its[-1:].clone())
 
     @torch.inference_mode()
     def _run(
@@ -257,7 +263,7 @@ class Eagle:
         parents: List[List[int]] | None = None,
     ) -> Tensor:
         """One forward of the head, packed as a step is: `[T, hidden]`."""
-        batch = AttentionBatch.build(self._pool, starts, lengths, tables, self._model.kernels, parents)
+        batch = AttentionBatch.build(self._pool, starts, lengths, tables, self._model.attention_kernels, parents)
         ids = torch.tensor(tokens, device=self._model.device)
         embedded = self._model.embed(ids) if self._head.embedding is None else self._head.embedding(ids)
         positions = torch.from_numpy(batch.positions).to(self._model.device)

@@ -35,8 +35,8 @@ class Growth:
         """An empty one."""
         return DraftTree(num_nodes, num_steps, branching=branching, likelihood=self._likelihood)
 
-    def grow(self, trees: dict[Sequence, DraftTree]) -> dict[Sequence, TreeDraft]:
-        """Grows these, which are empty."""
+    def grow(self, trees: dict[Sequence, DraftTree], load: int) -> dict[Sequence, TreeDraft]:
+        """Grows these, which are empty, of `load` sequences in the step."""
         began = self._clock()
         self._take(trees, self.drafter.begin(list(trees)), [(EMPTY_PROPOSAL, 0)] * len(trees))
         growing = trees
@@ -45,7 +45,7 @@ class Growth:
             self._policy.observe_drafting(len(growing), now - began)
             began = now
             prospect = sum(tree.prospect for each, tree in growing.items() if not is_fixed(each))
-            if not self._policy.goes_on(len(growing), prospect):
+            if not self._policy.goes_on(len(growing), load, prospect):
                 growing = {each: tree for each, tree in growing.items() if is_fixed(each)}
             advanced = {each: following for each, tree in growing.items() if (following := tree.advance()) is not None}
             growing = {each: trees[each] for each in advanced}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -39,12 +40,10 @@ _PLAIN_STEPS_APART = 4
 
 @dataclass(slots=True)
 class _Round:
-    """What of a draft is verified, behind so many tokens of its sequence; `grown`: the drafter's part."""
+    """What is verified of what was drafted behind so many tokens of its sequence."""
 
-    draft: Draft
     proposal: Proposal
     position: int
-    grown: TreeDraft | None
 
 
 class SelfDrafting:
@@ -71,10 +70,13 @@ class SelfDrafting:
         self._clock = clock
         # Of the step that comes or runs.
         self._rounds: dict[Sequence, _Round] = {}
+        # Verified or not, and behind so many tokens.
+        self._grown: dict[Sequence, tuple[TreeDraft, int]] = {}
         self._load = 0
+        # Of these, who may have of a drafter what pays.
+        self._num_free = 0
         self._drafts = False
         self._spent = 0.0
-        self._copying = 0.0
         self._num_plain = 0
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
@@ -94,7 +96,8 @@ class SelfDrafting:
 
     def propose(self, scheduler: Scheduler) -> None:
         self._give_up(self._rounds)  # of a step that never took place
-        self._rounds, self._load, self._drafts, self._spent, self._copying = {}, 0, False, 0.0, 0.0
+        self._rounds, self._grown = {}, {}
+        self._load, self._num_free, self._drafts, self._spent = 0, 0, False, 0.0
         began = self._clock()
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
@@ -102,13 +105,13 @@ class SelfDrafting:
             self._load = len(decoding)
         room = scheduler.draft_room() // max(1, self._load)
         copied = self._copy(scheduler, wanting, room)
-        self._copying = self._clock() - began
         growing = self._who_may_grow(wanting)
-        num_growing, num_wanting = _num_free(growing), _num_free(wanting)
+        num_growing, self._num_free = _num_free(growing), _num_free(wanting)
         # What is tried with fewer says little.
-        self._drafts = num_growing > 0 and self._policy.drafts(self._load, 2 * num_growing >= num_wanting)
+        self._drafts = num_growing > 0 and self._policy.drafts(self._load, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
         grown = self._grow(scheduler, [each for each in lacking if self._drafts or is_fixed(each)], room)
+        self._grown = {each: (tree, len(each.token_ids)) for each, tree in grown.items()}
         self._spent = self._clock() - began
         self._choose(scheduler, copied, grown, room)
 
@@ -128,37 +131,42 @@ class SelfDrafting:
 
     def _follows(self, plan: StepPlan) -> bool:
         """Whether a drafter is to keep up with the sequences of that step."""
-        fixed = any(is_fixed(item.sequence) for item in plan.scheduled)
+        fixed = any(is_fixed(each.sequence) and _may_have(each.sequence, "target") for each in plan.scheduled)
         return fixed or self._policy.follows(len(plan.scheduled))
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
-        for sequence, found in self._rounds.items():
-            committed = sequence.token_ids[found.position :]
-            found.draft.settle(found.proposal, committed)
-            if found.grown is not None:
-                its = found.grown.proposal(len(found.proposal)).num_agreeing(committed)
+        for sequence, (tree, position) in self._grown.items():
+            committed = sequence.token_ids[position:]
+            # Of all it has: what is not verified because little is thought of it would never be thought better of.
+            tree.settle(tree.proposal(len(tree.likelihoods)), committed)
+            if (verified := self._rounds.get(sequence)) is not None:
+                its = tree.proposal(len(verified.proposal)).num_agreeing(committed)
                 self._usual += _WEIGHT * (its - self._usual)
         if not self._load or has_prompts:
             return
         if self._copies is not None:
-            self._copies.settle(self._copying, self._worth)
+            self._copies.settle(self._worth)
         # Of plain steps a few say it all.
         self._num_plain = 0 if self._rounds else self._num_plain + 1
         if self._num_plain % _PLAIN_STEPS_APART == 0:
             self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
         # What fixed shapes bring says nothing of whether drafting pays.
-        if self._growth is not None and not any(map(is_fixed, self._rounds)):
-            self._policy.observe(self._load, self._drafts, num_tokens, seconds + self._spent)
+        fixed = [len(each.token_ids) - found.position for each, found in self._rounds.items() if is_fixed(each)]
+        if self._growth is not None and self._num_free:
+            self._policy.observe(self._load, self._drafts, num_tokens - sum(fixed), seconds + self._spent)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
-        """What copying spared and spent it, in its plain steps, of which one takes its share of the step."""
-        found, share = self._rounds.get(sequence), self._policy.step_seconds(self._load, 0) / self._load
+        """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what
+        verifying takes longer, as much as its tokens are of all."""
+        plain = self._policy.step_seconds(self._load, 0)
+        found, share = self._rounds.get(sequence), plain / self._load
         if found is None:
             return 0.0, looking / share
         sources = found.proposal.sources
         path = found.proposal.path(sequence.token_ids[found.position :])
-        verifying = self._policy.step_seconds(self._load, sources.count("suffix"))
-        spent = looking + verifying - self._policy.step_seconds(self._load, 0)
+        num_verified = sum(len(each.proposal) for each in self._rounds.values())
+        verifying = self._policy.step_seconds(self._load, num_verified) - plain
+        spent = looking + verifying * sources.count("suffix") / num_verified
         return sum(sources[i] == "suffix" for i in path), spent / share
 
     def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
@@ -198,7 +206,7 @@ class SelfDrafting:
                 tree = self._tree(scheduler, sequence, room)
                 if tree is not None:
                     trees[sequence] = tree
-            return self._growth.grow(trees) if trees else {}
+            return self._growth.grow(trees, self._load) if trees else {}
         except Exception as error:
             self._drafter_failed(error)
             return {}
@@ -240,14 +248,15 @@ class SelfDrafting:
         }
         likelihoods = {each: draft.likelihoods for each, draft in drafts.items()}
         adaptive = sorted(
-            (its for each, found in likelihoods.items() if not is_fixed(each) for its in found), reverse=True
+            ((its, each) for each, found in likelihoods.items() if not is_fixed(each) for its in found),
+            key=lambda pair: -pair[0],
         )
-        num_rows = self._policy.num_rows(self._load, adaptive, self._spent)
-        least = adaptive[num_rows - 1] if num_rows else float("inf")
+        num_rows = self._policy.num_rows(self._load, (its for its, _ in adaptive), self._spent)
+        # Who follows another is no likelier, and so comes later: of each the first so many.
+        counts = Counter(each for _, each in adaptive[:num_rows])
         for sequence, draft in drafts.items():
-            found = likelihoods[sequence]
             fixed = _most_fixed(sequence)
-            count = min(sum(its >= least for its in found) if fixed is None else min(len(found), fixed), room)
+            count = min(counts[sequence] if fixed is None else min(len(likelihoods[sequence]), fixed), room)
             if count == 0:
                 continue
             copies = scheduler.reserve(sequence, 1 + count)
@@ -257,8 +266,7 @@ class SelfDrafting:
                 self._pool.copy_blocks(copies)
             if count > 0:
                 sequence.proposal = draft.proposal(count)
-                position, its = len(sequence.token_ids), grown.get(sequence)
-                self._rounds[sequence] = _Round(draft, sequence.proposal, position, its)
+                self._rounds[sequence] = _Round(sequence.proposal, len(sequence.token_ids))
 
     def _give_up(self, sequences: Iterable[Sequence]) -> None:
         for sequence in list(sequences):

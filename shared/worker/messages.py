@@ -57,7 +57,8 @@ def _self_draft_to_proto(wanted: SelfDraft) -> worker_pb2.SelfDraft:
 
 def _self_draft(message: worker_pb2.SelfDraft) -> SelfDraft:
     num_draft_tokens = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
-    sources = tuple(SOURCE_NAMES[source] for source in message.sources if source in SOURCE_NAMES)
+    # One that is not known here is nobody, and not whoever there is.
+    sources = tuple(dict.fromkeys(SOURCE_NAMES.get(source, "") for source in message.sources))
     return SelfDraft(num_draft_tokens, message.num_nodes, sources)
 
 

@@ -9,7 +9,7 @@ from outrider.v1 import inference_pb2
 
 from shared.policy.gamma import Drafting
 from shared.policy.step_costs import StepCosts
-from tests.support.fake_workers import plain_output
+from tests.support.fake_workers import Answer, plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -172,4 +172,19 @@ async def test_what_a_stop_string_cuts_off_is_not_counted(cut: int) -> None:
         assert output.tokens == {0: GREEDY[:end]}
         shown = [each.token_id for each in output.draft_tokens if each.origin != inference_pb2.TOKEN_ORIGIN_REJECTED]
         assert shown == GREEDY[:end]
+        await s.until_idle()
+
+
+async def test_what_a_target_drafts_itself_is_none_of_the_drafters() -> None:
+    """Who finds nothing is not credited with what the target found instead."""
+    async with stack() as s:
+        assert s.drafter is not None
+        s.target.num_own_drafts = 5
+        s.drafter.answer = Answer.EMPTY
+        controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
+        assert controller is not None
+        before = controller.acceptance.rate
+        assert (await s.generate(greedy(4))).tokens == {0: GREEDY}
+        assert s.drafter.num_asked > 0
+        assert controller.acceptance.rate < before
         await s.until_idle()

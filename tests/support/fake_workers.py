@@ -182,7 +182,8 @@ class TargetStream:
 
 class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
     """`faults` says by number of the step (from 0, `num_steps` so far) what goes wrong in it; with `gate`
-    cleared, no step is taken. `exports` and `withdrawn` are tickets, `pulls` what it was asked to fetch."""
+    cleared, no step is taken; with `num_own_drafts` it drafts so many itself where it has no proposal. `exports` and
+    `withdrawn` are tickets, `pulls` what it was asked to fetch."""
 
     def __init__(self, tokenizer_fingerprint: str, role: worker_pb2.Role = worker_pb2.ROLE_BOTH) -> None:
         super().__init__(worker_info("fake-target", tokenizer_fingerprint, STEP_SECONDS))
@@ -191,6 +192,7 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
         self.withdrawn: list[bytes] = []
         self.pulls: list[target_pb2.Pull] = []
         self.faults: dict[int, Fault] = {}
+        self.num_own_drafts = 0
         self.every_step: Fault | None = None
         self.num_steps = 0
         self.gate = asyncio.Event()
@@ -320,7 +322,7 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
                 del stream.sequences[sequence_id]
                 continue
             result = response.results.add()
-            result.CopyFrom(_advance(sequence_id, sequence))
+            result.CopyFrom(_advance(sequence_id, sequence, self.num_own_drafts))
             if fault is Fault.SHIFTED:
                 result.position += 1
                 del result.token_ids[0]
@@ -331,9 +333,14 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
             await stream.context.abort(grpc.StatusCode.UNAVAILABLE, "scripted")
 
 
-def _advance(sequence_id: int, sequence: TargetSequence) -> target_pb2.StepResult:
+def _advance(sequence_id: int, sequence: TargetSequence, num_own_drafts: int) -> target_pb2.StepResult:
     """One step of one sequence: the draft tokens that are the target's own, and one token more."""
     position, draft, params = len(sequence.token_ids), sequence.draft, sequence.params
+    own: list[int] = []
+    if not draft:
+        for _ in range(num_own_drafts):
+            own.append(next_token([*sequence.token_ids, *own], key_of(params)))
+        draft = own
     sequence.draft = []
     sequence.num_steps -= 1
     status = target_pb2.STEP_STATUS_RUNNING
@@ -349,6 +356,9 @@ def _advance(sequence_id: int, sequence: TargetSequence) -> target_pb2.StepResul
             break
         num_accepted += 1
     return target_pb2.StepResult(
+        self_drafted=worker_pb2.Proposal(token_ids=own, sources=[inference_pb2.DRAFT_SOURCE_TARGET] * len(own))
+        if own
+        else None,
         sequence_id=sequence_id,
         position=position,
         status=status,

@@ -24,8 +24,9 @@ def test_a_long_prompt_is_taken_in_piece_by_piece() -> None:
     piece = copies_module._MOST_AT_ONCE
     prompt = [*passage, *(rng.randrange(1000) for _ in range(2 * piece)), *passage[:10]]
     found, long = Copies(MOST), sequence(prompt)
-    assert not found.draft(long, 8, 8, 0.0, False).copied.proposal
-    assert not found.draft(long, 8, 8, 0.0, False).copied.proposal
+    for _ in range(2):
+        assert not found.draft(long, 8, 8, 0.0, False).copied.proposal
+        found.sweep({long})
     assert found.draft(long, 8, 8, 0.0, False).proposal(8).token_ids == tuple(passage[10:18])
 
 
@@ -52,3 +53,48 @@ def test_many_that_come_and_go_leave_no_more_than_is_remembered() -> None:
         found.sweep({each})
         found.sweep(set())
         assert found._source.num_tokens <= 2000
+
+
+def test_what_is_taken_in_before_a_step_is_bounded_whoever_comes_and_goes() -> None:
+    rng, found, piece = random.Random(2), Copies(1 << 20), copies_module._MOST_AT_ONCE
+    many = [sequence([rng.randrange(1000) for _ in range(3 * piece // 2)], tenant=i) for i in range(8)]
+    before, num_steps = 0, 0
+    while before < 8 * 3 * piece // 2:
+        found.sweep(many)
+        for each in many:
+            found.draft(each, 4, 4, 0.5, False)
+        assert 0 < found._source.num_tokens - before <= piece
+        before, num_steps = found._source.num_tokens, num_steps + 1
+    assert num_steps == 12
+    for each in many:
+        each.token_ids += [rng.randrange(1000) for _ in range(piece)]
+    found.sweep(set())
+    # One after another is past; meanwhile it is there as it was.
+    num_gone = [len(found._gone)]
+    while found._gone:
+        found.sweep(set())
+        num_gone.append(len(found._gone))
+    assert num_gone == list(range(7, -1, -1))
+    assert found._source.num_tokens == 8 * piece
+
+
+def test_each_looks_at_its_own_cost() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.25
+        return now
+
+    found = Copies(MOST, clock)
+    several = [sequence([1, 2, 3, 1, 2]), sequence([4, 5, 4])]
+    for each in several:
+        found.draft(each, 4, 4, 0.0, False)
+    told: dict[Sequence, float] = {}
+
+    def worth(each: Sequence, seconds: float) -> tuple[float, float]:
+        told[each] = seconds
+        return 0.0, 0.0
+
+    found.settle(worth)
+    assert told == dict.fromkeys(several, 0.25)

@@ -178,23 +178,27 @@ def test_past_outputs_are_the_tenants_own_and_those_used_last() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     """Running sequences come first; one for which there is no room has nothing copied, and takes none."""
-    source = SuffixSource(100)
-    long = source.begin(list(range(60)), 60, b"")
+    source = SuffixSource(200)
+    long = source.begin(list(range(60)), 60, b"a")
     source.commit(long, [1, 2, 3] * 5)
     assert source.num_tokens == 75
     assert source.propose(long, 3).proposal.token_ids == (1, 2, 3)
-    late = source.begin([1, 2] * 15, 30, b"")
-    assert source.num_tokens == 75
+    late = source.begin([1, 2] * 15, 30, b"a")
+    assert source.num_tokens == 75, "of one tenant there are half of them at most"
     source.commit(late, [1, 2])
     assert source.propose(late, 3) == Copied()
+    other = source.begin([7, 8] * 45, 90, b"b")
+    assert source.num_tokens == 165, "the other half is for others"
     source.end(late)
     source.end(long)
-    assert source.num_tokens == 15, "the output of the one that was remembered"
-    again = source.begin([*range(200, 290), 2, 3], 92, b"")
-    assert source.num_tokens == 92, "and for one that runs it goes"
+    assert source.num_tokens == 90 + 15, "the output of the one that was remembered"
+    again = source.begin([*range(200, 297), 2, 3], 99, b"a")
+    assert source.num_tokens == 90 + 99, "and for one that runs it goes"
     source.commit(again, [2] * 10)
-    assert source.num_tokens == 0, "which is no longer copied from when it has become too long"
+    assert source.num_tokens == 90, "which is no longer copied from when it has become too long"
     source.end(again)
+    source.end(other)
+    assert source.num_tokens == 0
 
 
 def test_a_new_request_copies_what_the_tenants_last_one_gave() -> None:
@@ -215,8 +219,33 @@ def test_what_turns_out_wrong_is_soon_not_proposed() -> None:
     num_proposed = []
     for i in range(60):
         source.commit(manuscript, [1, 2])
-        manuscript.proposed = source.propose(manuscript, 4, 0.3)
-        num_proposed.append(len(manuscript.proposed.proposal))
+        num_proposed.append(len(source.propose(manuscript, 4, 0.3).proposal))
         source.commit(manuscript, [1000 + i])
     assert num_proposed[0] > 0
     assert num_proposed[-1] == 0
+
+
+def test_what_was_held_to_be_worthless_is_tried_again() -> None:
+    """A tenant's nonsense has taught everybody that nothing comes true; then a text repeats itself."""
+    source = SuffixSource(100_000)
+    for guess in range(10):
+        for _ in range(200):
+            source._calibration.observe(guess / 10 + 0.05, False)
+    passage = list(range(500, 540))
+    manuscript = source.begin(passage * 2, 80, b"")
+    proposed = []
+    for i in range(400):
+        proposed.append(len(source.propose(manuscript, 4, 0.3).proposal))
+        source.commit(manuscript, [passage[i % 40]])
+    assert proposed[0] == 0
+    assert all(proposed[-200:])
+
+
+def test_what_is_not_verified_teaches_too() -> None:
+    """It is committed or not, whoever looked at it."""
+    source = SuffixSource(1000)
+    manuscript = source.begin([1, 2, 3, 1, 2], 5, b"")
+    before = manuscript.calibration.likelihood(2 / 3)
+    assert source.propose(manuscript, 1).proposal.token_ids == (3,)
+    source.commit(manuscript, [3])
+    assert manuscript.calibration.likelihood(2 / 3) > before

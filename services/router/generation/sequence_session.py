@@ -196,7 +196,10 @@ class SequenceSession:
                     NUM_ACCEPTED: entry.result.num_accepted,
                 }
             )
-        drafted = entry.result.num_draft_tokens if _is_round(entry.result) else 0
+        # Where the drafter found nothing, what the target drafted itself is none of it.
+        drafted, accepted = 0, 0
+        if _is_round(entry.result):
+            drafted, accepted = entry.result.num_draft_tokens, entry.result.num_accepted
         if drafted and proposal is not None:
             self._proposal = proposal
             if proposal.parents:
@@ -204,7 +207,7 @@ class SequenceSession:
         if proposal is not None and len(proposal.token_ids) < num_draft_tokens:
             drafted = num_draft_tokens  # what the drafter left out is none that it would have seen accepted
         if drafted:
-            self._pace.drafting.acceptance.observe(drafted, entry.result.num_accepted)
+            self._pace.drafting.acceptance.observe(drafted, accepted)
             gamma = self._controller()
             # What it takes beside prompts that fill the steps says little of others.
             if gamma is not None and not situation.prefill_bound:
