@@ -33,11 +33,12 @@ _MORE_BY_FAILURE = 0.05
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
-# A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, as choosing
-# takes time too, for each; unless the load has changed by more than this share.
+# A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, up to half a
+# second, as choosing takes time too, for each; unless the load has changed by more than this share.
 _REST_ROUNDS = 8
 _LEAST_REST_SECONDS = 0.1
 _REST_SECONDS_EACH = 0.01
+_MOST_REST_SECONDS_FOR_ALL = 0.5
 _NEW_LOAD = 0.25
 # What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
 # that is so long ago; unless drafting promises so much that it hardly matters.
@@ -219,7 +220,8 @@ class GammaController:
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
             rounds = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
-            self._rest = max(rounds, _LEAST_REST_SECONDS, _REST_SECONDS_EACH * len(self._members))
+            for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
+            self._rest = max(rounds, _LEAST_REST_SECONDS, for_all)
             self._note_trial(situation.load)
         if self.measuring:
             sequence.num_scouting_rounds = 0
