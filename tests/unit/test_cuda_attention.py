@@ -29,8 +29,12 @@ WITH_TREES = [(40, 12, 11), (25, 25, 7), (300, 1, 0), (70, 9, 8), (18, 5, 0), (2
 
 
 def poison(case: Case) -> None:
-    """Not-a-numbers wherever nobody has written anything that counts."""
+    """Not-a-numbers wherever nobody has written anything that counts, block 0 included, which is nobody's from now on:
+    what is masked out of a table reads as that."""
     case.pool.data[sum(map(len, case.tables))] = torch.nan
+    case.pool.data.copy_(case.pool.data.roll(1, 0))
+    for table in case.tables:
+        table[:] = [block + 1 for block in table]
     for table, key in zip(case.tables, case.keys, strict=True):
         case.pool.data[table[-1], :, :, (len(key) - 1) % BLOCK_SIZE + 1 :] = torch.nan
 
