@@ -185,8 +185,8 @@ class CapturedSteps:
             self._numbers[first : first + len(array)] = array
         # What fills up is nobody's: no piece of attention is for it, it has no parts, and goes to the scratch block.
         firsts = self._layout.firsts
-        for i, filling in ((0, 0), (1, 0)):
-            self._numbers[firsts[i] + num_tokens : firsts[i] + most] = filling
+        for first in firsts[:2]:
+            self._numbers[first + num_tokens : first + most] = 0
         offsets = np.arange(most - num_tokens) % size
         self._numbers[firsts[2] + num_tokens : firsts[2] + most] = self._scratch_block * stride[0] + offsets * stride[3]
         for i, plan in enumerate(plans):

@@ -141,7 +141,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the layers' outputs one behind the other, whose own are views of these from now on."""
+    """Weight and bias of the layers' outputs one behind the other; their own weights are views of it from now on."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     has_bias = any(linear.bias is not None for linear in linears)
     bias = None
