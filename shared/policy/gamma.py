@@ -27,9 +27,9 @@ _BEGIN_UNTRIED_AT = 1.0
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
-# ones are taken to be free of what larger ones were found to take beyond their model, too. And the next smaller one
-# that was not tried for long, ever more of it, but slowly: what the one in use takes may have been learnt while the
-# machine was faster, and nothing else tells the two apart.
+# ones are taken to be free of what larger ones were found to take beyond their model, too, but not to take less than
+# their share of those. And the next smaller one that was not tried for long, ever more of it, but slowly: what the one
+# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart.
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
@@ -219,10 +219,11 @@ class GammaController:
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
             self.gamma = self._best_for_all(situation)
-            rounds = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
-            for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
-            self._rest = max(rounds, _LEAST_REST_SECONDS, for_all)
             self._note_trial(situation.load)
+            self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
+            if not self._trials_at(situation.load).young:
+                for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
+                self._rest = max(self._rest, _LEAST_REST_SECONDS, for_all)
         if self.measuring:
             sequence.num_scouting_rounds = 0
             return 0
@@ -294,15 +295,17 @@ class GammaController:
         if self._clock() - seconds < self._interference.over_at:
             return  # it waited for others that caught up
         before = self._round_seconds(load, num_draft_tokens)
-        change = self._rounds.observe(
-            load, num_draft_tokens, before + self.catch_up_seconds(num_unseen), seconds, 1 / self._num_active
-        )
+        expected, weight = before + self.catch_up_seconds(num_unseen), 1 / self._num_active
+        change = self._rounds.observe(load, num_draft_tokens, expected, seconds, weight)
         if change is None:
             self._decided_at = -math.inf
         elif change:  # the machine's: plain steps would take as much longer, and rounds take what they do
             self._plain.follow(load, change)
             self._rounds.rescale(load, before / self._round_seconds(load, num_draft_tokens))
-        self._trials_at(load).observe_round(self._busy_seconds)
+        first = self._trials_at(load).observe_round(self._busy_seconds, expected, seconds, weight)
+        if first:  # one that pays goes on, and one that does not has cost little
+            self._rounds.correct(load, num_draft_tokens, first)
+            self._decided_at = -math.inf
 
     def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted, and
@@ -410,7 +413,10 @@ class GammaController:
 
     def _curiosity(self, load: int, gamma: int) -> float:
         """How many times more a γ is taken to promise for not having been tried, or not lately."""
-        credit = _CURIOSITY + (abs(self._round_overhead(load, gamma)) if gamma < self.gamma else 0.0)
+        credit = _CURIOSITY
+        if gamma < self.gamma:
+            share = self._learnt_round_seconds(load, self.gamma) * gamma / self.gamma
+            credit += max(0.0, self._learnt_round_seconds(load, gamma) / max(self._round_seconds(load, gamma), share) - 1)
         again = _CURIOSITY_AGAIN if gamma == self.gamma - 1 else 0.0
         count, num_recent = self._rounds.count(load, gamma), self._rounds.num_recent(load, gamma)
         if 0 < num_recent < 1:  # its logarithm: how long ago

@@ -11,6 +11,9 @@ _SOON = 4.0
 _TIMES_LOST = 80.0
 _UNKNOWN_LOSS = 0.08
 _LONGEST_HALF_LIFE = 600.0
+# So many rounds of everybody tell whether it was right to begin; and so long what they tell is acted on at once.
+_MEASURED_ROUNDS = 6.0
+_YOUNG_ROUNDS = 32.0
 
 
 class Trials:
@@ -26,22 +29,40 @@ class Trials:
         self._lost = 0.0
         self._noted_at = 0.0
         self._last_round = 0.0
+        # How many rounds of everybody it had, and what the first ones should have taken and took.
+        self._num_rounds = 0.0
+        self._measured: list[tuple[float, float]] = []
 
     @property
     def running(self) -> bool:
         return self._began is not None
 
+    @property
+    def young(self) -> bool:
+        """Whether its first rounds are known, and few others."""
+        return self.running and _MEASURED_ROUNDS <= self._num_rounds < _YOUNG_ROUNDS
+
     def go_on(self, now: float, gain: float) -> None:
         """Rounds are to be made from now on, or still, and seem to bring so many times what plain decoding would."""
         if self._began is None:
             self._began, self._lost = now, 0.0
+            self._num_rounds, self._measured = 0.0, []
         else:
             self._lost += (now - self._noted_at) * max(0.0, 1 + _UNKNOWN_LOSS - gain)
         self._noted_at = now
 
-    def observe_round(self, now: float) -> None:
-        """There was one."""
+    def observe_round(self, now: float, expected: float, seconds: float, weight: float) -> list[tuple[float, float]]:
+        """There was one that should have taken `expected` seconds; `weight`: what share of everybody's it is.
+
+        Returns what all the first ones should have taken and took, once when they are known, and else nothing.
+        """
         self._last_round = now
+        before = self._num_rounds
+        self._num_rounds += weight
+        if not self.running or before >= _MEASURED_ROUNDS:
+            return []
+        self._measured.append((expected, seconds))
+        return self._measured if self._num_rounds >= _MEASURED_ROUNDS else []
 
     def end(self, now: float, gain: float) -> None:
         """No more rounds: they bring so many times what plain decoding would, and that is not enough. Safe to call

@@ -408,7 +408,7 @@ def test_however_sure_drafting_seems_plain_steps_are_measured_once_a_minute() ->
 
 def test_plain_steps_follow_the_machine_while_rounds_go_on_as_far_as_it_may_be_the_machine() -> None:
     clock = Clock()
-    found = controller(flat(0.05), flat(0.005), clock)
+    found = controller(flat(0.05), flat(0.005), clock, 1)
     sequence = drafting(0.9)
 
     def rounds(times: float) -> tuple[float, float]:
@@ -518,6 +518,28 @@ def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() ->
     assert gammas[-1] > 0
 
 
+@pytest.mark.parametrize(
+    ("times", "transport"), [(1.5, 0.0), (2.0, 0.0), (1.0, 0.0007), (1.0, 0.001), (1.0, 0.004), (1.2, 0.0005)]
+)
+def test_a_trial_that_is_in_vain_takes_few_rounds(times: float, transport: float) -> None:
+    """Rounds of every γ take so many times what steps at warm-up say, and so much more."""
+    clock = Clock()
+    found = controller(flat(0.001), flat(0.0002), clock)
+    sequences = [drafting(0.6) for _ in range(8)]
+    num_rounds = 0
+    for _ in range(2000):
+        gammas = [found.choose(each, situation(8)) for each in sequences]
+        took = times * (0.001 + max(gammas) * 0.0002) + transport if any(gammas) else 0.001
+        clock.now += took
+        for gamma in gammas:
+            if gamma:
+                found.observe_round(8, gamma, 1, took)
+            else:
+                found.observe_plain(8, took, clock.now)
+        num_rounds += any(gammas)
+    assert 0 < num_rounds <= 8
+
+
 def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock)
@@ -528,7 +550,7 @@ def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
     trials = found._trials_at(1)
     for _ in range(3):
         trials.go_on(found._busy_seconds, 0.9)
-        trials.observe_round(found._busy_seconds)
+        trials.observe_round(found._busy_seconds, 0.05, 0.1, 1.0)
         trials.end(found._busy_seconds, 0.0)
     assert found._begin_at(1) == pytest.approx(before + 0.15)
     found._busy_seconds += 5000

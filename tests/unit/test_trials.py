@@ -8,9 +8,14 @@ from shared.policy.trials import Trials
 def try_in_vain(trials: Trials, began: float, lasted: float, gain: float = 0.0) -> float:
     """Rounds for so long, then none any more; returns when that was."""
     trials.go_on(began, gain)
-    trials.observe_round(began + lasted)
+    round_ended(trials, began + lasted)
     trials.end(began + lasted, gain)
     return began + lasted
+
+
+def round_ended(trials: Trials, now: float, seconds: float = 2.0, weight: float = 1.0) -> list[tuple[float, float]]:
+    """One that should have taken a second."""
+    return trials.observe_round(now, 1.0, seconds, weight)
 
 
 def half_life(trials: Trials, now: float) -> float:
@@ -24,7 +29,7 @@ def half_life(trials: Trials, now: float) -> float:
 
 def test_what_rounds_took_counts_less_and_less_without_any() -> None:
     trials = Trials()
-    trials.observe_round(100.0)
+    round_ended(trials, 100.0)
     counts = [trials.confidence(100.0 + seconds) for seconds in (0, 1, 10, 100, 1000)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == 1.0
@@ -53,7 +58,7 @@ def test_what_may_have_been_lost_is_summed_over_the_time(gains: tuple[float, flo
     trials.go_on(10.0, 3.0)
     for seconds, gain in enumerate(gains):
         trials.go_on(11.0 + seconds, gain)
-    trials.observe_round(12.0)
+    round_ended(trials, 12.0)
     trials.end(12.0, 1.0)
     assert half_life(trials, 12.0) == pytest.approx(max(8.0, 80 * lost), abs=1)
 
@@ -63,7 +68,7 @@ def test_rounds_that_paid_until_the_machine_changed_are_soon_tried_again() -> No
     for _ in range(150):
         now += 0.1
         trials.go_on(now, 1.2)
-    trials.observe_round(now)
+    round_ended(trials, now)
     trials.end(now, 0.99)
     assert half_life(trials, now) == 12, "of 15 seconds a hundredth, not 5 times as much"
 
@@ -78,7 +83,7 @@ def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
 
 def test_an_end_without_a_beginning_says_nothing() -> None:
     trials = Trials()
-    trials.observe_round(5.0)
+    round_ended(trials, 5.0)
     trials.end(5.0, 0.0)
     trials.end(6.0, 0.0)
     assert half_life(trials, 5.0) == 4
@@ -92,3 +97,28 @@ def test_what_ended_for_another_reason_did_not_fail() -> None:
     trials.end(2.0, 0.0)
     assert not trials.running
     assert trials.num_failed == 0
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_the_first_rounds_of_everybody_are_told_once(weight: float) -> None:
+    trials = Trials()
+    assert all(not round_ended(trials, 0.5, 9.0, weight) for _ in range(50)), "before it began"
+    for _ in range(2):
+        trials.go_on(1.0, 1.2)
+        told = [round_ended(trials, 2.0, 1.0 + i, weight) for i in range(round(10 / weight))]
+        assert [len(each) for each in told if each] == [round(6 / weight)]
+        assert next(each for each in told if each) == [(1.0, 1.0 + i) for i in range(round(6 / weight))]
+        trials.end(3.0, 0.5)
+
+
+def test_a_trial_is_young_once_its_first_rounds_are_known_and_for_some_more() -> None:
+    trials = Trials()
+    trials.go_on(1.0, 1.2)
+    young = []
+    for _ in range(40):
+        young.append(trials.young)
+        round_ended(trials, 2.0)
+    assert young == [False] * 6 + [True] * 26 + [False] * 8
+    trials.cancel()
+    trials.go_on(3.0, 1.2)
+    assert not trials.young
