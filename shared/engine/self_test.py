@@ -18,9 +18,11 @@ from shared.settings import StartupError
 
 logger = logging.getLogger(__name__)
 
-# Largest difference of logits allowed, relative to the largest logit. Half precisions round differently in
-# differently shaped products; recurrent state or a misplaced token is off by far more.
+# Difference of a step's logits allowed, relative to all of them (by norms) and the largest one relative to the largest
+# logit. Half precisions round differently in differently shaped products; recurrent state or a misplaced token is off
+# by far more. A model's own forward in bf16 may have single logits a fifth off where its weights amplify rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_TOLERANCE_OF_ONE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2.5e-1}
 _LENGTHS = (41, 27)
 _CHUNK = 11
 
@@ -117,9 +119,8 @@ def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> No
             [0] * MOST_TOKENS, [0] * MOST_TOKENS, [1] * MOST_TOKENS, [[0]] * MOST_TOKENS, range(MOST_TOKENS)
         )
         for ours, theirs in zip(steps(), expected, strict=True):
-            difference, largest = (ours - theirs).abs().max().item(), max(1.0, theirs.abs().max().item())
-            if not difference <= _TOLERANCE[model.dtype] * largest:
-                raise StartupError(f"captured, logits differ by {difference:.3g} of {largest:.3g}")
+            if difference := _difference(ours, theirs, model.dtype):
+                raise StartupError(f"captured, logits differ by {difference}")
         logger.info("steps captured")
     except Exception as error:
         if is_device_error(error):
@@ -146,12 +147,22 @@ def _compare(
             range(len(tokens) - 1, -1, -1),
         )
         expected = torch.cat([references[i][start : start + _CHUNK] for i in alive]).flip(0).float()
-        difference = (logits.float() - expected).abs().max().item()
-        allowed = _TOLERANCE[model.dtype] * max(1.0, expected.abs().max().item())
-        if not difference <= allowed:
+        if difference := _difference(logits.float(), expected, model.dtype):
             raise StartupError(
                 f"model {model.name} cannot be served: packed over paged KV its logits at positions "
-                f"{start} to {start + max(map(len, chunks)) - 1} differ by {difference:.3g} from its own forward's "
-                f"(at most {allowed:.3g} allowed); it may keep state besides the KV cache, or not return "
-                "logits where it is asked for them"
+                f"{start} to {start + max(map(len, chunks)) - 1} differ from its own forward's by {difference}; it "
+                "may keep state besides the KV cache, or not return logits where it is asked for them"
             )
+
+
+def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> str:
+    """By how much logits differ, `[tokens, vocab_size]` each, and what is allowed; empty where that is not more."""
+    apart = ours - theirs
+    share = apart.norm().item() / max(1.0, theirs.norm().item())
+    of_one = apart.abs().max().item() / max(1.0, theirs.abs().max().item())
+    if share <= _TOLERANCE[dtype] and of_one <= _TOLERANCE_OF_ONE[dtype]:
+        return ""
+    return (
+        f"{share:.3g} of them all and {of_one:.3g} of the largest (at most {_TOLERANCE[dtype]:g} and "
+        f"{_TOLERANCE_OF_ONE[dtype]:g} allowed)"
+    )

