@@ -416,7 +416,8 @@ class GammaController:
         credit = _CURIOSITY
         if gamma < self.gamma:
             share = self._learnt_round_seconds(load, self.gamma) * gamma / self.gamma
-            credit += max(0.0, self._learnt_round_seconds(load, gamma) / max(self._round_seconds(load, gamma), share) - 1)
+            at_least = max(self._round_seconds(load, gamma), share)
+            credit += max(0.0, self._learnt_round_seconds(load, gamma) / at_least - 1)
         again = _CURIOSITY_AGAIN if gamma == self.gamma - 1 else 0.0
         count, num_recent = self._rounds.count(load, gamma), self._rounds.num_recent(load, gamma)
         if 0 < num_recent < 1:  # its logarithm: how long ago
