@@ -22,8 +22,10 @@ from shared.policy.utilisation import Utilisation
 _BEGIN_AT = 1.08
 _STAY_AT = 1.03
 _KEEP = 1.02
-# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then.
+# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then. Not
+# where those that are there end too soon to tell, within so many rounds.
 _BEGIN_UNTRIED_AT = 1.0
+_ROUNDS_THAT_TELL = 8.0
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
 # How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
@@ -68,6 +70,10 @@ _SCOUTING_STEPS = 3
 _SCOUTING_ROUND_SECONDS = 0.002
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
+# After a longer pause than that, in seconds and in plain steps, whoever comes then is another load: what was chosen for
+# those before is void.
+_NEW_BEGINNING_SECONDS = 0.4
+_NEW_BEGINNING_STEPS = 64
 # Between two loads nothing is unlearnt, and nothing earns a scout its time: a longer pause without any choice counts as
 # this one, in plain steps, and at most in seconds.
 _LONGEST_PAUSE_STEPS = 16
@@ -188,6 +194,8 @@ class GammaController:
         self._outputs = OutputLengths()
         self._decided_at = -math.inf
         self._decided_load = 0
+        # With those that waited.
+        self._decided_for = 0
         # What the best γ was then found to bring, times plain decoding.
         self._best_gain = 0.0
         # How long the last choice stands.
@@ -207,6 +215,9 @@ class GammaController:
         now = self._clock()
         longest = min(_LONGEST_PAUSE_STEPS * self._target.seconds(situation.load), _LONGEST_PAUSE)
         self._busy_seconds += min(now - self._chosen_at, longest)
+        plain_steps = _NEW_BEGINNING_STEPS * self._target.seconds(situation.load)
+        if now - self._chosen_at > max(_NEW_BEGINNING_SECONDS, plain_steps):
+            self._begin_anew()
         self._chosen_at = now
         sequence.situation = situation
         self._members[sequence] = None
@@ -218,6 +229,7 @@ class GammaController:
         # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
+            self._decided_for = situation.load + situation.num_waiting
             self.gamma = self._best_for_all(situation)
             self._note_trial(situation.load)
             self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
@@ -341,6 +353,14 @@ class GammaController:
         if before is not None:
             self._rounds.rescale(step.load, before / self._round_seconds(step.load, self.gamma))
 
+    def _begin_anew(self) -> None:
+        """Nobody was here for long."""
+        self.gamma = 0
+        self._decided_at = -math.inf
+        self._plain.give_up_measuring()
+        for trials in self._trials.values():
+            trials.cancel()
+
     def _note_trial(self, load: int) -> None:
         if self.gamma > 0:
             self._trials_at(load).go_on(self._busy_seconds, self._best_gain)
@@ -364,7 +384,7 @@ class GammaController:
 
     def _decision_stands(self, load: int, now: float) -> bool:
         """Whether the last choice was made not long ago, for much the same load."""
-        new_load = abs(load - self._decided_load) > _NEW_LOAD * self._decided_load
+        new_load = _is_another(load, self._decided_load)
         return now - self._decided_at <= (0.5 * self._target.seconds(1) if new_load else self._rest)
 
     def _best_for_all(self, now: Situation) -> int:
@@ -383,7 +403,8 @@ class GammaController:
         catch_up = sum(self._catch_up_share(each, where) for each, where in joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
-        best, best_gain = 0, _STAY_AT if self.gamma > 0 else self._begin_at(now.load)
+        begin_at = self._begin_at(now.load)
+        best, best_gain = 0, _STAY_AT if self.gamma > 0 else begin_at
         for gamma in range(1, self._max_num_draft_tokens + 1):
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
@@ -392,6 +413,8 @@ class GammaController:
             gain *= self._curiosity(load, gamma)
             if gamma == self.gamma:
                 gain *= _KEEP
+            if self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT and num_follow < _ROUNDS_THAT_TELL * tokens:
+                gain /= _BEGIN_AT
             if gain > best_gain:
                 best, best_gain = gamma, gain
         if best > 0 and self._rounds_beat_plain_steps(now.load):
@@ -452,7 +475,9 @@ class GammaController:
         """Where prompts fill the steps: as many tokens as are each likely enough to be kept."""
         rate, most = self.acceptance.rate, self._max_num_draft_tokens
         gamma = next((i for i in range(most) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), most)
-        share = 1.0 if self.gamma > 0 else self._prefill_bound_steps(situation.load)
+        # What was chosen for a few that were left is nothing for the many that came since.
+        drafts = self.gamma > 0 and not _is_another(situation.load + situation.num_waiting, self._decided_for)
+        share = 1.0 if drafts else self._prefill_bound_steps(situation.load)
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
         joins = not self.measuring and self._joins(situation, situation, rate_at_best, gamma, share)
@@ -545,3 +570,8 @@ class GammaController:
         share = _SCOUTING_SHARE / 2 ** min(self._num_vain_scouts, _SCOUTING_HALVINGS)
         self._scouts_from = self._busy_seconds + (drafting + verifying) / share
         self._num_vain_scouts += 1
+
+
+def _is_another(load: int, decided: int) -> bool:
+    """Whether that is more than a share away from what was decided for."""
+    return abs(load - decided) > _NEW_LOAD * decided

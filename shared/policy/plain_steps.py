@@ -36,6 +36,7 @@ class PlainSteps:
         self._seen_at: dict[int, float] = {}
         # Steps still to be measured, from when on, and what was: expected and real seconds.
         self._num_to_measure = 0
+        self._measured_bucket = 0
         self._measured_from = -math.inf
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
@@ -79,8 +80,13 @@ class PlainSteps:
         if busy - self._seen_at.get(bucket, -math.inf) <= seconds:
             return False
         self._num_to_measure, self._measured, self._measured_from = _MEASURED_STEPS, [], measured_from
+        self._measured_bucket = bucket
         self._seen_at[bucket] = busy
         return True
+
+    def give_up_measuring(self) -> None:
+        """Those whose steps were to be measured are gone."""
+        self._num_to_measure = 0
 
     def grow_older(self, load: int, seconds: float) -> None:
         """What was seen counts as so much older."""
@@ -110,6 +116,9 @@ class PlainSteps:
             return False
         if now - seconds < self._measured_from:
             return False
+        if nearest_power(load) != self._measured_bucket:
+            self.give_up_measuring()  # what was to be known of another load is of no use now
+            return True
         self._measured.append((expected, seconds))
         self._num_to_measure -= 1
         if self.measuring:

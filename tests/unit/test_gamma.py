@@ -227,6 +227,47 @@ def test_beside_prompts_that_fill_the_steps_no_more_is_drafted_than_is_likely_ke
     assert found.choose(sequence, situation(4)) == found.choose(later, situation(4)) == found.gamma > 0
 
 
+@pytest.mark.parametrize(("num_came", "joins"), [(1, True), (60, False)])
+def test_what_was_chosen_for_a_few_that_are_left_is_nothing_for_the_many_that_come(num_came: int, joins: bool) -> None:
+    clock = Clock()
+    found = controller(flat(0.05), StepCosts([(1, 0.002), (1024, 1.0)]), clock)
+    found.acceptance = at(0.9)
+    left = [drafting(0.9) for _ in range(4)]
+    for _ in range(3):
+        clock.now += 0.05
+        assert all(found.choose(each, situation(4)) > 0 for each in left)
+    clock.now += 0.05
+    come = situation(4, num_waiting=num_came, num_prefill_tokens=60 * 600)
+    assert (found.choose(drafting(0.9), come._replace(num_unseen=500)) > 0) == joins
+
+
+def test_after_a_pause_nothing_that_was_chosen_before_stands() -> None:
+    clock = Clock()
+    found = controller(StepCosts([(1, 0.01), (2, 0.0105), (8, 0.013), (64, 0.2)]), flat(0.002), clock)
+    sequence = drafting(0.9)
+    assert found.choose(sequence, situation(1)) > 0
+    assert found._trials_at(1).running
+    found._plain.measure_if_older(1, -1.0, 0.0, 0.0)
+    assert found.measuring
+    found.leave(sequence, 100)
+    clock.now += 1.0
+    found.choose(drafting(0.9), situation(1, num_waiting=31, num_prefill_tokens=31 * 600))
+    assert found.gamma == 0
+    assert not found.measuring
+    assert not found._trials_at(1).running
+    assert found._trials_at(1).num_failed == 0
+
+
+@pytest.mark.parametrize(("num_remaining", "begins"), [(4, False), (400, True)])
+def test_rounds_are_not_tried_where_they_end_before_they_tell(num_remaining: int, begins: bool) -> None:
+    """They promise little, and were never tried."""
+    found = controller(flat(0.01), flat(0.0092), Clock())
+    where = Situation(1, 0, 0, 1, 64, num_remaining)
+    assert 1.0 < found._gain(1, 1, 1.95, 100.0, 0.0, 0.0) < 1.03
+    found.choose(drafting(0.95), where)
+    assert (found.gamma > 0) == begins
+
+
 @pytest.mark.parametrize(
     ("rate", "seconds_beside", "catch_up", "joins"),
     [

@@ -91,3 +91,13 @@ def test_plain_steps_follow_the_rounds_of_their_load_only_so_far_until_they_are_
         steps.observe(8, STEP, i * STEP, i * STEP)
     steps.follow(8, 0.1)
     assert steps.seconds(8) == pytest.approx(1.105 * STEP, rel=0.01)
+
+
+def test_what_was_to_be_measured_of_another_load_is_given_up() -> None:
+    steps = PlainSteps(StepCosts([(1, STEP), (64, STEP)]))
+    assert steps.measure_if_older(4, 1.0, 50.0, 50.0)
+    assert not steps.observe(4, 3 * STEP, 51.0, 51.0)
+    assert steps.observe(32, 3 * STEP, 52.0, 52.0)
+    assert not steps.measuring
+    assert [steps.seconds(4), steps.seconds(32)] == pytest.approx([STEP, STEP]), "nothing is believed of either"
+    assert steps.measure_if_older(32, 0.5, 60.0, 60.0), "and it may be measured again"
