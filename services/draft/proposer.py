@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from services.draft.packed import pack, unpack
 from shared.sampling.branching import branch
 from shared.sampling.coupled import draw_coupled
 from shared.sampling.filters import sampling_logprobs
 from shared.sampling.rejection import draw as draw_index
 from shared.sampling.rejection import truncate
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import Candidates, SampledTokens
+from shared.sampling.sampled import SampledTokens
 
 
 def draw(
@@ -50,15 +51,8 @@ def draw(
     else:
         others = list(range(len(rows)))
     ids, probs = truncate(sampling_logprobs(logits, [rows[i] for i in others]), mass, max_entries)
-    index = draw_index(probs, generator).unsqueeze(1)
-    # One copy to the host: int32 holds token ids, and float32 by its bits.
-    token, count = ids.gather(1, index).int(), (probs > 0).sum(1, keepdim=True).int()
-    packed = torch.cat((token, count, ids.int(), probs.view(torch.int32)), 1).cpu().numpy()
-    probs_at = 2 + ids.shape[1]
-    for i, line in zip(others, packed, strict=True):
-        size = int(line[1])
-        candidates = Candidates(size, line[2 : 2 + size].tobytes(), line[probs_at : probs_at + size].tobytes())
-        drawn[i] = SampledTokens((int(line[0]),), candidates=candidates)
+    tokens = ids.gather(1, draw_index(probs, generator).unsqueeze(1))
+    drawn.update(zip(others, unpack(pack(tokens, ids, probs).cpu().numpy()), strict=True))
     return [drawn[i] for i in range(len(rows))]
 
 

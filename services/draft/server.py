@@ -11,6 +11,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2
 
 from services.draft.checks import check_request
 from services.draft.drafter import Drafter
+from services.draft.draws import draw_ahead
 from services.draft.no_model import engine_without_model
 from services.draft.proposer import draw
 from services.draft.settings import NO_MODEL, DraftSettings
@@ -228,8 +229,11 @@ async def serve(settings: DraftSettings) -> None:
     servicer = DraftServicer(telemetry, fingerprint, settings.optimistic, source, has_model)
     server = worker_server(settings, Identity.of(settings, settings.deployment), telemetry, callers=("router",))
     server.add("outrider.v1.Drafter", draft_pb2_grpc.add_DrafterServicer_to_server, servicer)
-    sample = functools.partial(draw, mass=settings.proposal_mass, max_entries=settings.max_candidates)
-    load = functools.partial(load_engine, settings, sample) if has_model else lambda: engine_without_model(settings)
+    mass, most = settings.proposal_mass, settings.max_candidates
+    sample = functools.partial(draw, mass=mass, max_entries=most)
+    ahead = functools.partial(draw_ahead, mass=mass, max_entries=most)
+    with_model = functools.partial(load_engine, settings, sample, draw_ahead=ahead)
+    load = with_model if has_model else lambda: engine_without_model(settings)
     try:
         await run_worker(server, servicer, settings, load)
     finally:

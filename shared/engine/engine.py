@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shared.engine.block_pool import BlockPool, OutOfBlocks
 from shared.engine.cuda.kernels import TritonKernels
+from shared.engine.draws import DrawAhead
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.host_pool import make_host_tier
 from shared.engine.kv_pool import KVPool
@@ -85,7 +86,10 @@ class Engine:
     cannot be computed: a request sent again and again never takes the worker down.
     """
 
-    def __init__(self, model: CausalLM, settings: EngineSettings, sample: Sampler) -> None:
+    def __init__(
+        self, model: CausalLM, settings: EngineSettings, sample: Sampler, draw_ahead: DrawAhead | None = None
+    ) -> None:
+        """`draw_ahead`: as `sample`, for steps that nobody has a say in between."""
         self.model = model
         self.block_size = settings.block_size
         self.fingerprint = model.fingerprint(settings.block_size)
@@ -111,6 +115,7 @@ class Engine:
             model.max_context, settings.max_context or model.max_context, num_usable * self.block_size
         )
         self._sample = sample
+        self._draw_ahead = draw_ahead
         self._runner = ModelRunner(model, pool)
         self.step_costs: list[tuple[int, float]] = []
         self._proposer: Proposer | None = None
@@ -155,7 +160,8 @@ class Engine:
             return None
         num_tokens, num_sequences = plan.num_tokens, len(plan.scheduled)
         prefills, num_attended = plan.prefills, plan.num_attended
-        gains, failed = self._run(plan)
+        rows = self._compute(plan)
+        gains, failed = (self._complete(plan, rows), []) if rows is not None else self._take_apart(plan)
         if len(failed) < num_sequences or self._can_compute():
             self._num_failed_steps = 0
         else:
@@ -166,22 +172,44 @@ class Engine:
         if self._proposer is not None:
             self._proposer.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
         num_following = 0
-        while not failed and (following := self.scheduler.following(plan)) is not None:
-            rows = self._compute(following)
-            if rows is None:
-                break  # nothing has changed: it is tried again as a step of its own
-            gains += self._complete(following, rows)
-            num_following += 1
-            plan = following
+        # What had to be taken apart, or fails, is tried again as a step of its own.
+        while rows is not None and (followed := self._follow(plan)):
+            gains += followed
+            num_following += len(followed) // num_sequences
         return StepOutcome(
             gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended, num_following
         )
 
-    def _run(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
-        """What the plan's sequences gained, and those that failed even alone, which are removed."""
-        rows = self._compute(plan)
-        if rows is not None:
-            return self._complete(plan, rows), []
+    def _follow(self, plan: StepPlan) -> list[Gain]:
+        """What all gained in the steps that follow a completed one in one go; nothing if there are none, or they
+        failed."""
+        sequences = [item.sequence for item in plan.scheduled]
+        num_steps = min(sequence.num_steps for sequence in sequences)
+        if self._draw_ahead is None or num_steps == 0:
+            return self._follow_one(plan)
+        try:
+            rows = [_rows_of(sequence) for sequence in sequences]
+            draws = self._draw_ahead(rows, num_steps, self.model.vocab_size, self.model.device)
+            if draws is None:
+                return self._follow_one(plan)
+            plans = self.scheduler.following(plan, num_steps)
+            if not plans:
+                return []
+            sampled = self._runner.run_ahead(plans, draws)
+        except Exception as error:
+            self._note_failure(error, plan)
+            return self._follow_one(plan)
+        return [Gain(*gained, 0) for gained in self.scheduler.complete_following(plans, sampled)]
+
+    def _follow_one(self, plan: StepPlan) -> list[Gain]:
+        """The same of one step."""
+        plans = self.scheduler.following(plan, 1)
+        rows = self._compute(plans[0]) if plans else None
+        return [] if rows is None else self._complete(plans[0], rows)
+
+    def _take_apart(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
+        """Of a plan that failed: what its sequences gained in parts of it, and those that failed even alone, which are
+        removed."""
         gains: list[Gain] = []
         # A block that one copied may have been written to by the step that failed: not to be copied again.
         failed = [item.sequence for item in plan.scheduled if item.copies or len(plan.scheduled) == 1]
@@ -189,9 +217,14 @@ class Engine:
             self.scheduler.remove(sequence)
         again = [item for item in plan.scheduled if item.sequence not in failed]
         half = -(-len(again) // 2)
-        for part in (again[:half], again[half:]):
-            if part:
-                more_gains, more_failed = self._run(StepPlan(part))
+        for part in (StepPlan(again[:half]), StepPlan(again[half:])):
+            if not part.scheduled:
+                continue
+            rows = self._compute(part)
+            if rows is not None:
+                gains += self._complete(part, rows)
+            else:
+                more_gains, more_failed = self._take_apart(part)
                 gains, failed = gains + more_gains, failed + more_failed
         return gains, failed
 
@@ -199,26 +232,18 @@ class Engine:
         """What the plan's sequences sample, none of them changed yet; None if it failed."""
         try:
             logits = self._runner.run(plan)
-            sampling = [item.sequence for item in plan.scheduled if item.num_rows]
-            rows = [
-                SampleRows(
-                    sequence.drawn_by,
-                    sequence.token_ids,
-                    sequence.num_prompt_tokens,
-                    sequence.proposal,
-                    sequence.token_counts,
-                    sequence.first_row,
-                    sequence.num_children,
-                )
-                for sequence in sampling
-            ]
+            rows = [_rows_of(item.sequence) for item in plan.scheduled if item.num_rows]
             return list(zip(rows, self._sample(logits, rows) if rows else [], strict=True))
         except Exception as error:
-            if is_device_error(error):
-                raise EngineBroken("the device failed") from error
-            extra = {"sequences": len(plan.scheduled), "tokens": plan.num_tokens}
-            logger.exception("a step failed", extra=extra)
+            self._note_failure(error, plan)
             return None
+
+    def _note_failure(self, error: Exception, plan: StepPlan) -> None:
+        """Raises EngineBroken if it is the device's."""
+        if is_device_error(error):
+            raise EngineBroken("the device failed") from error
+        extra = {"sequences": len(plan.scheduled), "tokens": plan.num_tokens}
+        logger.error("a step failed", exc_info=error, extra=extra)
 
     def _complete(self, plan: StepPlan, rows: list[tuple[SampleRows, SampledTokens]]) -> list[Gain]:
         sampled = [tokens for _, tokens in rows]
@@ -248,6 +273,18 @@ class Engine:
         sampled = self._compute(StepPlan([ScheduledSequence(sequence, 0, 1, 1, [])]))
         self.blocks.release([block])
         return sampled is not None
+
+
+def _rows_of(sequence: Sequence) -> SampleRows:
+    return SampleRows(
+        sequence.drawn_by,
+        sequence.token_ids,
+        sequence.num_prompt_tokens,
+        sequence.proposal,
+        sequence.token_counts,
+        sequence.first_row,
+        sequence.num_children,
+    )
 
 
 def _blocks_that_fit(model: CausalLM, settings: EngineSettings, sample: Sampler) -> int:

@@ -162,16 +162,22 @@ class CausalLM:
             part._model = first_layers(self._model, num_layers, self.name)
         return part
 
-    def forward(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> Tensor:
-        """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids` `[T]`.
+    def forward(self, token_ids: Indices | Tensor, batch: AttentionBatch, rows: Indices) -> Tensor:
+        """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids` `[T]`, which may be on the
+        device.
 
         Writes the T tokens' KV to the batch's pool.
         """
         if isinstance(self._packed, NativeDecoder):
             assert batch.native is not None
-            logits, self.captured = self._packed.forward(token_ids, batch.native, rows, self._captured_layers)
+            ids_here = token_ids.numpy() if isinstance(token_ids, Tensor) else token_ids
+            logits, self.captured = self._packed.forward(ids_here, batch.native, rows, self._captured_layers)
             return logits
-        ids, positions, kept = (torch.from_numpy(array).to(self.device) for array in (token_ids, batch.positions, rows))
+        # Without waiting for what the device still computes.
+        ids, positions, kept = (
+            (array if isinstance(array, Tensor) else torch.from_numpy(array)).to(self.device, non_blocking=True)
+            for array in (token_ids, batch.positions, rows)
+        )
         if isinstance(self._packed, PackedLlama):
             return self._packed_forward(self._packed, ids, positions, batch, kept)
         logits, self.captured = self.torch_forward(ids, positions, batch, kept)

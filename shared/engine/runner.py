@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from shared.engine.attention.batch import AttentionBatch
+from shared.engine.attention.grouping import Indices
+from shared.engine.draws import Draws
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.scheduler import StepPlan
@@ -62,6 +64,25 @@ class ModelRunner:
             torch.cuda.current_stream(self.model.device).synchronize()
         return logits
 
+    def run_ahead(self, plans: Sequence[StepPlan], draws: Draws) -> list[list[SampledTokens]]:
+        """Steps of one token a sequence, each the one that was drawn in the step before: what they draw, by steps.
+
+        A device is never waited for in between; the host prepares a step's inputs while it computes the one before.
+        """
+        tokens: Sequence[int] | Tensor = [item.sequence.token_ids[-1] for item in plans[0].scheduled]
+        num_sequences = len(tokens)
+        for plan in plans:
+            self.pool.copy_blocks(plan.copies)
+            logits = self.run_packed(
+                tokens,
+                [item.start for item in plan.scheduled],
+                [1] * num_sequences,
+                [item.sequence.block_table for item in plan.scheduled],
+                range(num_sequences),
+            )
+            tokens = draws.draw(logits)
+        return draws.take()
+
     def keep_paths(self, plan: StepPlan, sampled: Sequence[SampledTokens]) -> None:
         """Moves the KV of draft tokens accepted out of trees to where their sequences go on; `sampled`: what each
         scheduled sequence with rows gains, and has not taken in yet."""
@@ -87,7 +108,7 @@ class ModelRunner:
 
     def run_packed(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Tensor,
         starts: Sequence[int],
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
@@ -95,7 +116,7 @@ class ModelRunner:
         parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """One forward of packed `tokens`: `lengths[i]` of them from position `starts[i]` on are sequence i's, the last
-        `len(parents[i])` a tree.
+        `len(parents[i])` a tree. A tensor of int64 may be on the device.
 
         Raises ValueError if they are not as many: kernels believe what they are told.
         """
@@ -104,7 +125,11 @@ class ModelRunner:
         batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.attention_kernels, parents)
         # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
         # but must not break the step they are verified in.
-        token_ids = np.minimum(np.asarray(tokens, dtype=np.int64), self.model.vocab_size - 1)
+        token_ids: Indices | Tensor
+        if isinstance(tokens, Tensor):
+            token_ids = tokens.clamp(max=self.model.vocab_size - 1)
+        else:
+            token_ids = np.minimum(np.asarray(tokens, dtype=np.int64), self.model.vocab_size - 1)
         wanted = np.asarray(rows, dtype=np.int64)
         replayed = None if self._captured_steps is None else self._captured_steps.run(token_ids, batch, wanted)
         if replayed is None:

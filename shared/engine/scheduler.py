@@ -219,21 +219,27 @@ class Scheduler:
                 budget -= self._schedule_running(sequence, budget, plan)
         return plan if plan.scheduled else None
 
-    def following(self, plan: StepPlan) -> StepPlan | None:
-        """The step behind a completed one in which all draw once more, if nothing that comes meanwhile could be for
-        it: everybody here was in that step and draws on. Else None, and `schedule` says what is next."""
+    def following(self, plan: StepPlan, most: int) -> list[StepPlan]:
+        """The steps behind a completed one, `most` at most, in which all draw once more behind what they drew in the
+        one before, if nothing that comes meanwhile could be for them: everybody here was in that step and draws on.
+        Else none, and `schedule` says what is next."""
         sequences = [item.sequence for item in plan.scheduled]
-        everybody = not self._waiting and len(sequences) == len(self._running)
-        if not everybody or self.pool.num_allocatable < len(sequences):
-            return None
-        if not all(each.draws_on and each.num_steps > 0 and each.num_pending_tokens == 1 for each in sequences):
-            return None
-        following = StepPlan()
-        for sequence in sequences:
+        if self._waiting or len(sequences) != len(self._running):
+            return []
+        if not all(each.draws_on and each.num_pending_tokens == 1 for each in sequences):
+            return []
+        num_steps = min(most, *(each.num_steps for each in sequences))
+        # Each might need another block for the last of them.
+        room = self.pool.num_allocatable - len(sequences)
+        while num_steps > 0 and sum(self._num_missing(each, num_steps - 1) for each in sequences) > room:
+            num_steps -= 1
+        following = [StepPlan() for _ in range(num_steps)]
+        for sequence in sequences if num_steps else ():
             start = sequence.num_computed_tokens
             # Behind what it has just written to, so that nothing is shared.
-            copies = self._prepare_blocks(sequence, start, start + 1)
-            following.scheduled.append(ScheduledSequence(sequence, start, 1, 1, copies))
+            copies = self._prepare_blocks(sequence, start, start + num_steps)
+            for i, step in enumerate(following):
+                step.scheduled.append(ScheduledSequence(sequence, start + i, 1, 1, [] if i else copies))
         return following
 
     def complete(self, plan: StepPlan, sampled: List[SampledTokens]) -> list[tuple[Sequence, SampledTokens]]:
@@ -248,13 +254,20 @@ class Scheduler:
             sequence.num_computed_tokens = item.start + item.num_tokens
             if item.num_rows:
                 gained.append((sequence, sequence.advance(next(outcomes))))
-            self._register_blocks(sequence)
-            self._drop_surplus_blocks(sequence)
-            self.exports.computed(sequence)
-            if sequence.finish is not None:
-                self.remove(sequence)
-            else:
-                self._split_forks(sequence)
+            self._settle(sequence)
+        return gained
+
+    def complete_following(
+        self, plans: List[StepPlan], sampled: List[List[SampledTokens]]
+    ) -> list[tuple[Sequence, SampledTokens]]:
+        """`complete` of steps that were `following`, by steps."""
+        gained = []
+        for plan, drawn in zip(plans, sampled, strict=True):
+            for item, tokens in zip(plan.scheduled, drawn, strict=True):
+                item.sequence.num_computed_tokens = item.start + 1
+                gained.append((item.sequence, item.sequence.advance(tokens)))
+        for item in plans[-1].scheduled:
+            self._settle(item.sequence)
         return gained
 
     def check(self) -> None:
@@ -262,6 +275,20 @@ class Scheduler:
         tables = (sequence.block_table for sequence in self.sequences())
         self.pool.check(chain(tables, self.exports.tables(), self.imports.tables()))
         assert not any(sequence.block_table for sequence in self._waiting), "a waiting sequence owns blocks"
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Steps it was in are complete."""
+        self._register_blocks(sequence)
+        self._drop_surplus_blocks(sequence)
+        self.exports.computed(sequence)
+        if sequence.finish is not None:
+            self.remove(sequence)
+        else:
+            self._split_forks(sequence)
+
+    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that it has not for so many tokens more."""
+        return max(0, -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_table))
 
     def _schedule_running(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Puts as much of the sequence into the plan as budget and blocks allow; returns the tokens taken."""

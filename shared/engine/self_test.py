@@ -105,7 +105,9 @@ def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> No
     def steps() -> Iterator[Tensor]:
         starts = [0, 0]
         for lengths in ([5, 3], [1, 1], [4, 4], [1, 1]):
-            tokens = torch.randint(model.vocab_size, (sum(lengths),), generator=generator).tolist()
+            drawn = torch.randint(model.vocab_size, (sum(lengths),), generator=generator)
+            # As for what is drawn ahead, ids may be on the device.
+            tokens = drawn.to(model.device) if max(lengths) == 1 else drawn.tolist()
             yield runner.run_packed(tokens, starts, lengths, tables, range(len(tokens))).float().clone()
             starts = [start + length for start, length in zip(starts, lengths, strict=True)]
 

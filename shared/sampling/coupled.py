@@ -38,16 +38,23 @@ def gumbel_noise(
     the other rows matter. Bits are integer arithmetic; the logarithms run in float64 and are rounded to
     float32, which hides what devices' libraries differ in.
     """
-    keys = [
-        _stream(_stream(_stream(0, seed), index), position)
-        for seed, index, position in zip(seeds, sequence_indices, positions, strict=True)
-    ]
-    on_cpu = device.type == "cpu"
-    noise = torch.empty(len(keys), vocab_size, device=device)
+    keys = [noise_key(*which) for which in zip(seeds, sequence_indices, positions, strict=True)]
+    return noise_of(torch.tensor(keys, dtype=torch.int64, device=device), vocab_size)
+
+
+def noise_key(seed: int, sequence_index: int, position: int) -> int:
+    """What the noise of one row is made from: a uint64, as an int64 with the same bits."""
+    return _signed(_stream(_stream(_stream(0, seed), sequence_index), position))
+
+
+def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
+    """`gumbel_noise` of rows with these `noise_key`s [R] int64, on their device."""
+    on_cpu = keys.device.type == "cpu"
+    noise = torch.empty(len(keys), vocab_size, device=keys.device)
     num_rows = max(1, (_CPU_CHUNK if on_cpu else _CHUNK) // vocab_size)
     for first in range(0, len(keys), num_rows):
         some = keys[first : first + num_rows]
-        bits = _numpy_bits(some, vocab_size) if on_cpu else _torch_bits(some, vocab_size, device)
+        bits = _numpy_bits(some, vocab_size) if on_cpu else _torch_bits(some, vocab_size)
         # 52 bits and a half: strictly between 0 and 1, and exact in float64.
         uniform = bits.double().add_(0.5).mul_(2.0**-52)
         noise[first : first + num_rows] = uniform.log_().neg_().log_().neg_()
@@ -118,10 +125,10 @@ def _stream(key: int, counter: int) -> int:
     return bits ^ (bits >> _SHIFTS[-1])
 
 
-def _numpy_bits(keys: Sequence[int], vocab_size: int) -> Tensor:
+def _numpy_bits(keys: Tensor, vocab_size: int) -> Tensor:
     """52 bits [R, V] int64 of each key's stream. NumPy knows unsigned words, so that this takes half of what it takes
     torch."""
-    bits = np.array(keys, dtype=np.uint64)[:, None] + _numpy_steps(vocab_size)
+    bits = keys.numpy().view(np.uint64)[:, None] + _numpy_steps(vocab_size)
     shifted = np.empty_like(bits)
 
     def mix(shift: int) -> None:
@@ -141,11 +148,10 @@ def _numpy_steps(vocab_size: int) -> NDArray[np.uint64]:
     return np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
 
 
-def _torch_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+def _torch_bits(keys: Tensor, vocab_size: int) -> Tensor:
     """The same on any device."""
-    steps = torch.arange(1, vocab_size + 1, device=device) * _signed(_INCREMENT)
-    starts = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
-    return _shifted(_finalized(starts + steps), 12)
+    steps = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_INCREMENT)
+    return _shifted(_finalized(keys.unsqueeze(1) + steps), 12)
 
 
 def _finalized(bits: Tensor) -> Tensor:

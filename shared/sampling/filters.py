@@ -14,6 +14,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.rows import SampleRows
 from shared.sampling.token_counts import TokenCounts
 
+_NOTHING = torch.empty(0, 1)
 # On CPU a nucleus is looked for among so many likeliest tokens before the whole row is sorted.
 _NUCLEUS_WIDTH = 1024
 
@@ -169,44 +170,67 @@ def sampling_logprobs(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     hangs on no sorting order. Greedy rows hold their adjusted logits: rounding in a softmax could tie the
     two likeliest tokens.
     """
-    scores = adjust_logits(logits, rows)
     params = [sequence.params for sequence in rows for _ in range(sequence.num_rows)]
-    sampled = [i for i, row in enumerate(params) if not row.greedy]
-    return _replace(scores, sampled, lambda some: _warp(some, [params[i] for i in sampled]))
+    return Filters(params, logits.shape[1], logits.device).logprobs(adjust_logits(logits, rows))
 
 
-def _warp(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, top_k, top_p, min_p and the softmax, for rows that are all sampled."""
-    vocab_size = scores.shape[1]
+class Filters:
+    """Temperature, top_k, top_p, min_p and the softmax of R rows: what they take is put on the device once, for steps
+    whose rows are the same sequences'."""
 
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(1)
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1) if values else _NOTHING
 
-    if any(row.temperature != 1.0 for row in params):
-        # From the likeliest token down: divided by a low temperature, large logits would overflow.
-        scores = (scores - scores.amax(1, keepdim=True)) / column([row.temperature for row in params])
-    if chosen := [i for i, row in enumerate(params) if 0 < row.top_k < vocab_size]:
-        top_k = [params[i].top_k for i in chosen]
-        ranks = column([k - 1 for k in top_k], torch.int64)
-        scores = _replace(scores, chosen, lambda some: _cut(some, some.topk(max(top_k)).values.gather(1, ranks)))
-    if chosen := [i for i, row in enumerate(params) if row.top_p < 1.0]:
-        top_p = column([params[i].top_p for i in chosen])
-        scores = _replace(scores, chosen, lambda some: _cut(some, _nucleus_floor(some, top_p)))
-    if chosen := [i for i, row in enumerate(params) if row.min_p > 0.0]:
+        sampled = [row for row in params if not row.greedy]
+        self._sampled = _Chosen(params, lambda row: not row.greedy, device)
+        self._temperatures: Tensor | None = None
+        if any(row.temperature != 1.0 for row in sampled):
+            self._temperatures = column([row.temperature for row in sampled])
+        self._of_top_k = _Chosen(sampled, lambda row: 0 < row.top_k < vocab_size, device)
+        top_k = [row.top_k for row in self._of_top_k.params]
+        self._most_k, self._ranks = max(top_k, default=0), column([k - 1 for k in top_k], torch.int64)
+        self._of_top_p = _Chosen(sampled, lambda row: row.top_p < 1.0, device)
+        self._top_p = column([row.top_p for row in self._of_top_p.params])
+        self._of_min_p = _Chosen(sampled, lambda row: row.min_p > 0.0, device)
         # p < min_p · max p, in logarithms; the normaliser is on both sides.
-        margin = column([math.log(params[i].min_p) for i in chosen])
-        scores = _replace(scores, chosen, lambda some: _cut(some, some.amax(1, keepdim=True) + margin))
-    return scores.log_softmax(1)
+        self._margins = column([math.log(row.min_p) for row in self._of_min_p.params])
+
+    def logprobs(self, scores: Tensor) -> Tensor:
+        """As `sampling_logprobs` of adjusted logits [R, V] float32."""
+        return self._sampled.replace(scores, self._warp)
+
+    def _warp(self, scores: Tensor) -> Tensor:
+        """Of the rows that are sampled."""
+        if self._temperatures is not None:
+            # From the likeliest token down: divided by a low temperature, large logits would overflow.
+            scores = (scores - scores.amax(1, keepdim=True)) / self._temperatures
+        scores = self._of_top_k.replace(
+            scores, lambda some: _cut(some, some.topk(self._most_k).values.gather(1, self._ranks))
+        )
+        scores = self._of_top_p.replace(scores, lambda some: _cut(some, _nucleus_floor(some, self._top_p)))
+        scores = self._of_min_p.replace(scores, lambda some: _cut(some, some.amax(1, keepdim=True) + self._margins))
+        return scores.log_softmax(1)
 
 
-def _replace(scores: Tensor, chosen: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """`scores` with the chosen rows changed; no copy is made where all rows, or none, are chosen."""
-    if not chosen:
-        return scores
-    if len(chosen) == scores.shape[0]:
-        return change(scores)
-    index = torch.tensor(chosen, device=scores.device)
-    return scores.index_copy(0, index, change(scores[index]))
+class _Chosen:
+    """Some of R rows; `params` are theirs."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], which: Callable[[SamplingParams], bool], device: torch.device
+    ) -> None:
+        chosen = [i for i, row in enumerate(params) if which(row)]
+        self.params = [params[i] for i in chosen]
+        self._are_all = len(chosen) == len(params)
+        self._index = torch.tensor(chosen, dtype=torch.int64, device=device) if chosen and not self._are_all else None
+
+    def replace(self, scores: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """`scores` [R, V] with these rows changed; no copy is made where all rows, or none, are chosen."""
+        if not self.params:
+            return scores
+        if self._index is None:
+            return change(scores)
+        return scores.index_copy(0, self._index, change(scores[self._index]))
 
 
 def _cut(scores: Tensor, floor: Tensor) -> Tensor:

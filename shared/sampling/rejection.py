@@ -30,13 +30,19 @@ def truncate(logprobs: Tensor, mass: float = 0.98, max_entries: int = 512) -> tu
     A row keeps the fewest entries that hold `mass` of `logprobs` [R, V] (normalised), at most `max_entries`.
     K is the most that a row needs; others are padded at the end with probability 0. Best first.
     """
+    ids, probs = likeliest(logprobs, mass, max_entries)
+    width = max(1, int((probs > 0).sum(1).max()))  # of what is no number nothing is more than 0
+    return ids[:, :width], probs[:, :width]
+
+
+def likeliest(logprobs: Tensor, mass: float, max_entries: int) -> tuple[Tensor, Tensor]:
+    """`truncate`, padded to K = `max_entries`, or V where that is less: nothing is waited for."""
     values, ids = logprobs.topk(min(max_entries, logprobs.shape[1]))
     probs = values.exp()
     before = probs.cumsum(1)[:, :-1]
     counts = 1 + (before < mass).sum(1, keepdim=True)
-    width = int(counts.max())
-    probs = probs[:, :width] * (torch.arange(width, device=probs.device) < counts)
-    return ids[:, :width], probs / probs.sum(1, keepdim=True)
+    probs = probs * (torch.arange(probs.shape[1], device=probs.device) < counts)
+    return ids, probs / probs.sum(1, keepdim=True)
 
 
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:

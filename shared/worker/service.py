@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import transformers
 
+from shared.engine.draws import DrawAhead
 from shared.engine.engine import Engine, Sampler
 from shared.engine.memory import return_free_memory
 from shared.engine.model import CausalLM
@@ -37,10 +38,12 @@ def load_engine(
     settings: EngineSettings,
     sample: Sampler,
     prepare: Callable[[CausalLM], FinishEngine | None] | None = None,
+    draw_ahead: DrawAhead | None = None,
 ) -> Engine:
     """Loads, admits and warms up the model. Takes its time: call it off the event loop.
 
-    `prepare` looks at the model as it was loaded, and may say what is to be done with the engine once it is warmed up.
+    `sample` and `draw_ahead` are the engine's. `prepare` looks at the model as it was loaded, and may say what is to be
+    done with the engine once it is warmed up.
     Raises StartupError if the model cannot be loaded or served.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -48,7 +51,7 @@ def load_engine(
         torch.set_num_threads(settings.num_threads)
     model = CausalLM.load(settings.model, settings.device, settings.dtype, settings.native, settings.quantize)
     finish = None if prepare is None else prepare(model)
-    engine = Engine(model, settings, sample)
+    engine = Engine(model, settings, sample, draw_ahead)
     engine.warm_up()
     if finish is not None:
         finish(engine)

@@ -95,12 +95,17 @@ class Machine:
         assert all(sequence.block_table or not sequence.num_computed_tokens for sequence in before)
         assert before.keys() >= {item.sequence for item in plan.scheduled}
         latest = plan
-        while (following := self.scheduler.following(latest)) is not None:
-            assert {item.sequence for item in following.scheduled} == set(self.sequences)
-            assert not following.copies
-            self._carry_out(following)
+        while following := self.scheduler.following(latest, most=8):
+            latest = following[0]
+            for step in following:
+                assert [item.sequence for item in step.scheduled] == [item.sequence for item in latest.scheduled]
+                assert not step.copies
+            assert {item.sequence for item in latest.scheduled} == set(self.sequences)
+            if self.num_steps % 2:
+                self._carry_out(latest)
+            else:
+                self._carry_out_together(following)
             self.num_following += 1
-            latest = following
         return plan
 
     def _carry_out(self, plan: StepPlan) -> None:
@@ -111,6 +116,21 @@ class Machine:
         assert self.scheduler.num_running <= self.max_sequences
         self._compute(plan)
         self.scheduler.complete(plan, [self._verify(item.sequence) for item in plan.scheduled if item.num_rows])
+        self.scheduler.check()
+
+    def _carry_out_together(self, plans: list[StepPlan]) -> None:
+        """Its sequences know what was drawn in between only when all is complete."""
+        drawn = []
+        for plan in plans:
+            self.num_steps += 1
+            self.num_computed += plan.num_tokens
+            self._compute(plan)
+            drawn.append([self._verify(item.sequence) for item in plan.scheduled])
+            for item, sampled in zip(plan.scheduled, drawn[-1], strict=True):
+                item.sequence.token_ids += sampled.token_ids
+        for item in plans[0].scheduled:
+            del item.sequence.token_ids[-len(plans) :]
+        self.scheduler.complete_following(plans, drawn)
         self.scheduler.check()
 
     def _compute(self, plan: StepPlan) -> None:

@@ -10,15 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.draft.draws import draw_ahead
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
+from shared.engine.scheduler import ScheduledSequence, StepPlan
+from shared.engine.sequence import Sequence
+from shared.sampling.params import SamplingParams
+from shared.sampling.rows import SampleRows
 from tests.support.families import tiny_checkpoint
 from tests.support.interpreted import interpreted
 from tests.support.models import tiny_llama
 from tests.support.trees import random_parents
 
-from shared.engine.cuda.graphs import CapturedSteps, Replay, size_of  # isort: skip
+from shared.engine.cuda.graphs import CapturedSteps, Replay, StaticBatch, size_of  # isort: skip
 
 NUM_BLOCKS = 60
 BLOCK_SIZE = 8
@@ -31,12 +36,13 @@ class Replaying:
     def __init__(self) -> None:
         self.num_recorded = 0
         self.num_replayed = 0
-        self.fails = False
+        self.fails: Exception | None = None
 
     def record(self, run: Callable[[], None]) -> Replay:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fails is not None:
+            raise self.fails
         self.num_recorded += 1
+        run()
 
         def replay() -> None:
             self.num_replayed += 1
@@ -109,6 +115,17 @@ def test_steps_are_what_they_are_uncaptured(family: str, fused: bool, tmp_path: 
     assert pair.recorder.num_recorded <= pair.recorder.num_replayed
 
 
+def test_ids_that_are_on_the_device_are_those_of_the_step(tmp_path: Path) -> None:
+    pair, rng = Pair("llama", tmp_path), random.Random(5)
+    tables = tables_for(3, rng)
+    pair.check([0, 0, 0], [9, 4, 2], tables, rng)
+    ids = torch.tensor([3, 8, 11])
+    expected = pair.plain.run_packed(ids.tolist(), [9, 4, 2], [1, 1, 1], tables, range(3))
+    got = pair.captured.run_packed(ids, [9, 4, 2], [1, 1, 1], tables, range(3))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert pair.recorder.num_replayed == 2
+
+
 def test_a_size_is_captured_once_whatever_is_in_it(tmp_path: Path) -> None:
     pair, rng = Pair("llama", tmp_path), random.Random(2)
     for num_sequences, context in ((4, 1), (4, 60), (1, 30), (2, 100)):
@@ -154,11 +171,72 @@ def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, rng = Pair("llama", tmp_path), random.Random(6)
-    pair.recorder.fails = True
+    pair.recorder.fails = RuntimeError("operation not permitted when stream is capturing")
     tables = tables_for(1, rng)
     for start in range(3):
         pair.check([start], [1], tables, rng)
     assert len([record for record in caplog.records if "run without graphs" in record.getMessage()]) == 1
+
+
+def test_a_size_that_there_is_no_memory_for_runs_without_and_others_do_not(tmp_path: Path) -> None:
+    pair, rng = Pair("llama", tmp_path), random.Random(7)
+    tables = tables_for(1, rng)
+    pair.recorder.fails = torch.OutOfMemoryError("CUDA out of memory")
+    pair.check([0], [9], tables, rng)
+    pair.recorder.fails = None
+    pair.check([9], [1], tables, rng)
+    pair.check([10], [9], tables, rng)
+    assert (pair.recorder.num_recorded, pair.recorder.num_replayed) == (1, 1)
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_does(tmp_path: Path) -> None:
+    """A graph knows addresses: what its forward is given has to be the steps' own memory."""
+    model = CausalLM.load(str(tiny_llama(tmp_path)), "cpu", "float32", native="off")
+    model._triton = interpreted()
+    given: list[Tensor] = []
+
+    def forward(ids: Tensor, positions: Tensor, batch: StaticBatch, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        step = batch.cuda
+        given.extend([ids, positions, rows, step._places, step._tables, step._positions])
+        for how in model.attention:
+            windows = step._of_window(how.num_heads // model.kv_shape.num_kv_heads, how.sliding_window)
+            given.extend([windows.first_parts, windows.ancestors])
+            given.extend(each for launch in windows.launches for each in (launch.num_items, launch.items))
+        return model.torch_forward(ids, positions, batch, rows)
+
+    runner = ModelRunner(model, KVPool(model.kv_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu")))
+    steps = CapturedSteps(forward, runner.pool, model.attention, NUM_BLOCKS - 1, Replaying(), MOST_TOKENS)
+    runner.run_captured(steps)
+    runner.run_packed([5, 6, 7], [0], [3], [[4]], range(3))
+    own = [each for each in vars(steps).values() if isinstance(each, Tensor)]
+    assert len(given) > 6
+    for tensor in given:
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        assert any(each.data_ptr() <= first and last <= each.data_ptr() + each.nbytes for each in own)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_drafts_are_drawn_ahead_by_captured_steps(num_sequences: int, tmp_path: Path) -> None:
+    pair, rng = Pair("llama", tmp_path), random.Random(8)
+    tables = tables_for(num_sequences, rng)
+    lengths = [5, 9, 2][:num_sequences]
+    pair.check([0] * num_sequences, lengths, tables, rng)
+    greedy = SamplingParams(temperature=0.0)
+    drawn = []
+    for runner in (pair.plain, pair.captured):
+        sequences = [Sequence([3] * (length + 1), 1, greedy, b"", drafting=True) for length in lengths]
+        for sequence, table in zip(sequences, tables, strict=True):
+            sequence.block_table = table
+        plans = [
+            StepPlan([ScheduledSequence(each, len(each.token_ids) - 1 + i, 1, 1, []) for each in sequences])
+            for i in range(4)
+        ]
+        rows = [SampleRows(greedy, each.token_ids, 1) for each in sequences]
+        draws = draw_ahead(rows, 4, pair.model.vocab_size, torch.device("cpu"))
+        assert draws is not None
+        drawn.append(runner.run_ahead(plans, draws))
+    assert drawn[0] == drawn[1]
+    assert pair.recorder.num_replayed == 5
 
 
 def test_captured_states_are_those_of_the_step(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from services.draft.draws import draw_ahead
+from services.draft.proposer import draw
 from services.target.settings import TargetSettings
 from shared.engine import engine as engine_module
 from shared.engine.attention.grouping import Indices
+from shared.engine.draws import DrawAhead
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool, KVShape
@@ -28,7 +32,7 @@ from shared.prefix.block_hash import root_hash
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import SampledTokens
+from shared.sampling.sampled import Candidates, SampledTokens
 from shared.sampling.token_counts import TokenCounts
 from shared.sampling.verifier import verify
 from shared.settings import StartupError
@@ -71,8 +75,8 @@ def generated(folder: Path) -> dict[tuple[int, ...], list[int]]:
     return texts
 
 
-def engine_for(model: CausalLM, **fields: Any) -> Engine:
-    return Engine(model, TargetSettings(model="tiny", **{"num_blocks": 200, **fields}), verify)
+def engine_for(model: CausalLM, draw_ahead: DrawAhead | None = None, **fields: Any) -> Engine:
+    return Engine(model, TargetSettings(model="tiny", **{"num_blocks": 200, **fields}), verify, draw_ahead)
 
 
 def greedy(engine: Engine, prompt: Tokens[int], *, num_steps: int = 1 << 20, max_tokens: int = NUM_TOKENS) -> Sequence:
@@ -102,7 +106,7 @@ def drain(engine: Engine) -> list[StepOutcome]:
     ids=["roomy", "small chunks", "preemption", "large blocks", "few at once"],
 )
 def test_a_batch_generates_what_transformers_does(
-    model: CausalLM, generated: dict[tuple[int, ...], list[int]], limits: dict[str, int]
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]], limits: dict[str, Any]
 ) -> None:
     engine = engine_for(model, **limits)
     sequences = [greedy(engine, prompt) for prompt in PROMPTS]
@@ -124,8 +128,11 @@ def drafting(engine: Engine, prompt: Tokens[int], num_steps: int) -> Sequence:
     return sequence
 
 
-def test_draws_in_one_go_are_those_of_steps(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:
-    engine = engine_for(model)
+@pytest.mark.parametrize("ahead", [None, draw_ahead])
+def test_draws_in_one_go_are_those_of_steps(
+    model: CausalLM, generated: dict[tuple[int, ...], list[int]], ahead: DrawAhead | None
+) -> None:
+    engine = engine_for(model, ahead)
     prompts = [prompt for prompt in PROMPTS if len(generated[prompt]) >= len(prompt) + 20]
     assert len(prompts) > 2
     sequences = [drafting(engine, prompt, 20) for prompt in prompts]
@@ -139,16 +146,96 @@ def test_draws_in_one_go_are_those_of_steps(model: CausalLM, generated: dict[tup
         assert sequence.token_ids == generated[prompt][: len(prompt) + 20]
 
 
+@pytest.mark.parametrize(
+    ("ahead", "fails", "num_following"),
+    [
+        (None, [False, False, True], [1, 5]),
+        (draw_ahead, [False, False, True], [7]),
+        (draw_ahead, [False, False, True, True], [0, 6]),
+        (draw_ahead, [False, False, True, False, True, True], [1, 5]),
+    ],
+)
 def test_a_draw_that_fails_is_made_again_by_a_step_of_its_own(
-    model: CausalLM, generated: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+    model: CausalLM,
+    generated: dict[tuple[int, ...], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: DrawAhead | None,
+    fails: list[bool],
+    num_following: list[int],
 ) -> None:
-    engine, prompt = engine_for(model), PROMPTS[-1]
+    engine, prompt = engine_for(model, ahead), PROMPTS[-1]
     engine.scheduler.add(sequence := drafting(engine, prompt, 8))
-    fails = iter([False, False, True])
-    failing_if(model, monkeypatch, lambda tokens: next(fails, False))
-    first, second = drain(engine)
-    assert (first.num_following, second.num_following) == (1, 5)
+    steps = iter(fails)
+    failing_if(model, monkeypatch, lambda tokens: next(steps, False))
+    assert [outcome.num_following for outcome in drain(engine)] == num_following
     assert sequence.token_ids == generated[prompt][: len(prompt) + 8]
+
+
+@pytest.mark.parametrize("num_blocks", [10, 12, 60])
+def test_whatever_is_drawn_in_one_go_is_what_steps_draw(model: CausalLM, num_blocks: int) -> None:
+    """Sequences of all kinds, some done before others, with blocks for a few steps at a time and for all."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=7, top_k=20),
+        SamplingParams(temperature=0.8),
+        SamplingParams(top_p=0.9),
+    ]
+    seen = []
+    for ahead in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        how: dict[str, Any] = {"mass": 0.9, "max_entries": 30, "generator": generator}
+        settings = TargetSettings(model="tiny", num_blocks=num_blocks, block_size=8)
+        engine = Engine(model, settings, partial(draw, **how), partial(draw_ahead, **how) if ahead else None)
+        sequences = []
+        for i, params in enumerate(kinds):
+            sequences.append(drafting(engine, [i + 1] * 5, 6 + 3 * (i % 2)))
+            sequences[-1].params = params
+            engine.scheduler.add(sequences[-1])
+        outcomes = drain(engine)
+        candidates: dict[Sequence, list[Candidates | None]] = {sequence: [] for sequence in sequences}
+        for gain in (gain for outcome in outcomes for gain in outcome.gains):
+            candidates[gain.sequence].append(gain.sampled.candidates)
+        seen.append([(sequence.token_ids, candidates[sequence]) for sequence in sequences])
+        assert engine.scheduler.num_preempted == 0
+        assert sum(outcome.num_following for outcome in outcomes) > 0
+    assert seen[0] == seen[1]
+    assert [len(text) for text, _ in seen[0]] == [11, 14, 11, 14]
+    assert all(each is not None for _, some in seen[0][2:] for each in some)
+
+
+def test_a_step_that_had_to_be_taken_apart_is_followed_by_none(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was too large once would be again."""
+    engine = engine_for(model, draw_ahead)
+    for prompt in PROMPTS[-2:]:
+        engine.scheduler.add(drafting(engine, prompt, 3))
+    sizes: list[int] = []
+
+    def too_many(tokens: list[int]) -> bool:
+        sizes.append(len(tokens))
+        return len(tokens) > max(map(len, PROMPTS[-2:]))
+
+    failing_if(model, monkeypatch, too_many)
+    outcome = engine.step()
+    assert outcome is not None
+    assert not outcome.failed
+    assert outcome.num_following == 0
+    assert len(sizes) == 3
+
+
+def test_penalties_are_not_drawn_ahead_and_change_nothing(model: CausalLM) -> None:
+    texts = []
+    for ahead in (None, draw_ahead):
+        engine = engine_for(model, ahead)
+        sequence = drafting(engine, PROMPTS[-1], 12)
+        sequence.params = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+        sequence.token_counts = TokenCounts(sequence.token_ids, sequence.num_prompt_tokens)
+        engine.scheduler.add(sequence)
+        [outcome] = drain(engine)
+        assert outcome.num_following == 11
+        texts.append(sequence.token_ids)
+    assert texts[0] == texts[1]
 
 
 def test_one_by_one_is_as_good_as_together(model: CausalLM, generated: dict[tuple[int, ...], list[int]]) -> None:

@@ -45,15 +45,17 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """All graphs' memory is one pool: only one of them runs at a time."""
+    """All graphs' memory is one pool, of one stream: only one of them runs at a time. What they read must live as long
+    as they do: they do not know of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, run: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             run()  # compiles and allocates what must not be captured
@@ -133,13 +135,20 @@ class CapturedSteps:
         self._device = torch.zeros(self._layout.size, dtype=torch.int64, device=device)
         # Until what is being uploaded is there, the host's numbers are not to be touched.
         self._uploaded = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[_Key, Replay] = {}
+        self._rows = torch.arange(most_tokens, device=device)
+        # None: there was no memory for that one.
+        self._graphs: dict[_Key, Replay | None] = {}
         self._captures = True
         self._logits: Tensor | None = None
         self._captured: Tensor | None = None
 
-    def run(self, token_ids: Indices, batch: AttentionBatch, rows: Indices) -> tuple[Tensor, Tensor | None] | None:
-        """As `Forward`; None if no graph is for such a step. What is returned is overwritten by the next."""
+    def run(
+        self, token_ids: Indices | Tensor, batch: AttentionBatch, rows: Indices
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """As `Forward`; None if no graph is for such a step. What is returned is overwritten by the next.
+
+        Ids that are on the device are not waited for.
+        """
         num_tokens = len(token_ids)
         if not self._captures or num_tokens > self._most_tokens or not np.array_equal(rows, np.arange(num_tokens)):
             return None
@@ -150,13 +159,15 @@ class CapturedSteps:
         if not all(map(self._has_room, plans)):
             return None
         key = _Key(size_of(num_tokens), tuple(plan.work[0].num_rows for plan in plans), step.has_trees)
+        if key in self._graphs and self._graphs[key] is None:
+            return None
         with device_of(self._device):
             self._stage(token_ids, batch, step, plans)
-            replay = self._graphs.get(key) or self._record(key)
+            if key not in self._graphs:
+                self._graphs[key] = self._record(key)
+            replay = self._graphs[key]
             if replay is None:
-                self._captures = False
                 return None
-            self._graphs[key] = replay
             replay()
         assert self._logits is not None
         return self._logits[:num_tokens], None if self._captured is None else self._captured[:num_tokens]
@@ -171,13 +182,16 @@ class CapturedSteps:
             len(plan.work) == 1 and len(plan.work[0].items) <= self._most_items and plan.num_parts <= self._most_parts
         )
 
-    def _stage(self, token_ids: Indices, batch: AttentionBatch, step: DescribedStep, plans: Sequence[Plan]) -> None:
+    def _stage(
+        self, token_ids: Indices | Tensor, batch: AttentionBatch, step: DescribedStep, plans: Sequence[Plan]
+    ) -> None:
         """Uploads the step's numbers to where graphs look for them."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
         num_tokens, most = len(token_ids), self._most_tokens
         stride, size = self._pool.data.stride(), self._pool.block_size
-        arrays = [token_ids, batch.positions, step.places]
+        on_device = isinstance(token_ids, Tensor)
+        arrays = [np.zeros(num_tokens, dtype=np.int64) if on_device else token_ids, batch.positions, step.places]
         for plan, (_, window) in zip(plans, self._windows, strict=True):
             [work] = plan.work
             arrays += [np.array([len(work.items)]), plan.first_parts, step.ancestors(window), work.items.reshape(-1)]
@@ -194,6 +208,8 @@ class CapturedSteps:
             self._numbers[first + num_tokens : first + most + 1] = plan.num_parts
         used = firsts[-1] + len(batch.tables)
         self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if isinstance(token_ids, Tensor):
+            self._device[:num_tokens].copy_(token_ids)
         if self._uploaded is not None:
             self._uploaded.record()
 
@@ -217,7 +233,7 @@ class CapturedSteps:
             lambda fold, window: windows[fold, window],
             is_filled_up=True,
         )
-        rows = torch.arange(num_tokens, device=self._device.device)
+        rows = self._rows[:num_tokens]
 
         def run() -> None:
             logits, captured = self._forward(ids, positions, StaticBatch(step), rows)
@@ -226,9 +242,13 @@ class CapturedSteps:
         try:
             return self._recorder.record(run)
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                logger.warning("steps of %d tokens run without a graph: there is no memory for it", num_tokens)
+                return None
             if is_device_error(error) and "captur" not in str(error):
                 raise
             logger.warning("steps run without graphs from now on: one could not be captured", exc_info=error)
+            self._captures = False
             return None
 
     def _keep(self, logits: Tensor, captured: Tensor | None) -> None:
