@@ -42,6 +42,10 @@ _LEAST_REST_SECONDS = 0.1
 _REST_SECONDS_EACH = 0.01
 _MOST_REST_SECONDS_FOR_ALL = 0.5
 _NEW_LOAD = 0.25
+# For so many times as many it is none where prompts keep it from being changed.
+_MANY_MORE = 2
+# What share of a worker's sequences have to draft for their rounds to say what those of all take.
+_EVERYBODY = 0.9
 # What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
 # that is so long ago; unless drafting promises so much that it hardly matters.
 _MEASURE_EVERY_SECONDS = 20.0
@@ -70,8 +74,8 @@ _SCOUTING_STEPS = 3
 _SCOUTING_ROUND_SECONDS = 0.002
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
-# After a longer pause than that, in seconds and in plain steps, whoever comes then is another load: what was chosen for
-# those before is void.
+# After a longer time with nobody, in seconds and in plain steps, whoever comes then is another load: what was chosen
+# for those before is void.
 _NEW_BEGINNING_SECONDS = 0.4
 _NEW_BEGINNING_STEPS = 64
 # Between two loads nothing is unlearnt, and nothing earns a scout its time: a longer pause without any choice counts as
@@ -215,9 +219,10 @@ class GammaController:
         now = self._clock()
         longest = min(_LONGEST_PAUSE_STEPS * self._target.seconds(situation.load), _LONGEST_PAUSE)
         self._busy_seconds += min(now - self._chosen_at, longest)
-        plain_steps = _NEW_BEGINNING_STEPS * self._target.seconds(situation.load)
-        if now - self._chosen_at > max(_NEW_BEGINNING_SECONDS, plain_steps):
-            self._begin_anew()
+        if not self._members:
+            plain_steps = _NEW_BEGINNING_STEPS * self._target.seconds(situation.load)
+            if now - self._chosen_at > max(_NEW_BEGINNING_SECONDS, plain_steps):
+                self._begin_anew()
         self._chosen_at = now
         sequence.situation = situation
         self._members[sequence] = None
@@ -233,7 +238,7 @@ class GammaController:
             self.gamma = self._best_for_all(situation)
             self._note_trial(situation.load)
             self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
-            if not self._trials_at(situation.load).young:
+            if not self._own_trials(situation.load).young:
                 for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
                 self._rest = max(self._rest, _LEAST_REST_SECONDS, for_all)
         if self.measuring:
@@ -309,12 +314,14 @@ class GammaController:
         before = self._round_seconds(load, num_draft_tokens)
         expected, weight = before + self.catch_up_seconds(num_unseen), 1 / self._num_active
         change = self._rounds.observe(load, num_draft_tokens, expected, seconds, weight)
-        if change is None:
+        trials = self._own_trials(load)
+        if change is None and not trials.measuring:
             self._decided_at = -math.inf
         elif change:  # the machine's: plain steps would take as much longer, and rounds take what they do
             self._plain.follow(load, change)
             self._rounds.rescale(load, before / self._round_seconds(load, num_draft_tokens))
-        first = self._trials_at(load).observe_round(self._busy_seconds, expected, seconds, weight)
+        which = (nearest_power(load), num_draft_tokens) if self._num_active >= _EVERYBODY * load else None
+        first = trials.observe_round(self._busy_seconds, which, expected, seconds, weight)
         if first:  # one that pays goes on, and one that does not has cost little
             self._rounds.correct(load, num_draft_tokens, first)
             self._decided_at = -math.inf
@@ -358,18 +365,22 @@ class GammaController:
         self.gamma = 0
         self._decided_at = -math.inf
         self._plain.give_up_measuring()
-        for trials in self._trials.values():
-            trials.cancel()
+        self._cancel_trials()
 
     def _note_trial(self, load: int) -> None:
+        trials = self._own_trials(load)
         if self.gamma > 0:
-            self._trials_at(load).go_on(self._busy_seconds, self._best_gain)
+            trials.go_on(self._busy_seconds, self._best_gain)
+            self._cancel_trials(trials)
             self._num_vain_scouts = 0
             return
-        if self._rounds.bucket(load) == nearest_power(load):
-            self._trials_at(load).end(self._busy_seconds, self._best_gain)
-        for other in self._trials.values():
-            other.cancel()
+        trials.end(self._busy_seconds, self._best_gain)
+        self._cancel_trials()
+
+    def _cancel_trials(self, but: Trials | None = None) -> None:
+        for trials in self._trials.values():
+            if trials is not but:
+                trials.cancel(self._busy_seconds)
 
     def _activate(self, sequence: Drafting, situation: Situation) -> None:
         sequence.active = True
@@ -384,7 +395,7 @@ class GammaController:
 
     def _decision_stands(self, load: int, now: float) -> bool:
         """Whether the last choice was made not long ago, for much the same load."""
-        new_load = _is_another(load, self._decided_load)
+        new_load = abs(load - self._decided_load) > _NEW_LOAD * self._decided_load
         return now - self._decided_at <= (0.5 * self._target.seconds(1) if new_load else self._rest)
 
     def _best_for_all(self, now: Situation) -> int:
@@ -427,7 +438,8 @@ class GammaController:
             return best
         if best > 0:
             self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
-            if not self._trials_at(now.load).running:
+            trials = self._own_trials(now.load)
+            if not trials.running and trials.is_forgotten(self._busy_seconds):
                 first_rounds = _ROUNDS_BEFORE_MEASURED * self._round_seconds(now.load, best)
                 self._plain.grow_older(now.load, _MEASURE_EVERY_SECONDS - first_rounds)
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
@@ -460,9 +472,10 @@ class GammaController:
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""
-        if not any(self._rounds.count(load, gamma) for gamma in range(1, self._max_num_draft_tokens + 1)):
+        trials = self._own_trials(load)
+        untried = not any(self._rounds.count(load, gamma) for gamma in range(1, self._max_num_draft_tokens + 1))
+        if untried and trials.num_failed == 0:
             return _BEGIN_UNTRIED_AT
-        trials = self._trials_at(load)
         return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
 
     def _gain(self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float) -> float:
@@ -476,7 +489,7 @@ class GammaController:
         rate, most = self.acceptance.rate, self._max_num_draft_tokens
         gamma = next((i for i in range(most) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), most)
         # What was chosen for a few that were left is nothing for the many that came since.
-        drafts = self.gamma > 0 and not _is_another(situation.load + situation.num_waiting, self._decided_for)
+        drafts = self.gamma > 0 and situation.load + situation.num_waiting <= _MANY_MORE * self._decided_for
         share = 1.0 if drafts else self._prefill_bound_steps(situation.load)
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
@@ -530,7 +543,11 @@ class GammaController:
         return min(share, share * self._trials_at(load).confidence(self._busy_seconds))
 
     def _trials_at(self, load: int) -> Trials:
+        """Of the load from whose rounds the share for this one comes."""
         return self._trials.setdefault(self._rounds.bucket(load), Trials())
+
+    def _own_trials(self, load: int) -> Trials:
+        return self._trials.setdefault(nearest_power(load), Trials())
 
     def _scout(self, sequence: Drafting, now: Situation) -> None:
         """Has the sequence scout, if it is time for that and may turn out well."""
@@ -570,8 +587,3 @@ class GammaController:
         share = _SCOUTING_SHARE / 2 ** min(self._num_vain_scouts, _SCOUTING_HALVINGS)
         self._scouts_from = self._busy_seconds + (drafting + verifying) / share
         self._num_vain_scouts += 1
-
-
-def _is_another(load: int, decided: int) -> bool:
-    """Whether that is more than a share away from what was decided for."""
-    return abs(load - decided) > _NEW_LOAD * decided

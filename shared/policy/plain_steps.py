@@ -15,6 +15,8 @@ _MOST_TOGETHER = 4
 # A measurement on purpose takes so many steps, and as many again if it says something quite different: two stalls of
 # the machine may fall into one.
 _MEASURED_STEPS = 6
+# Loads that are so many times as large, or as small, are measured together.
+_MOST_APART = 2
 # While there are none, they are taken to become slower and faster with the rounds, by so much (a logarithm) since they
 # were last measured: it may be the drafter's machine alone.
 _MOST_FOLLOWED = 0.15
@@ -36,7 +38,7 @@ class PlainSteps:
         self._seen_at: dict[int, float] = {}
         # Steps still to be measured, from when on, and what was: expected and real seconds.
         self._num_to_measure = 0
-        self._measured_bucket = 0
+        self._measured_load = 0
         self._measured_from = -math.inf
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
@@ -80,7 +82,7 @@ class PlainSteps:
         if busy - self._seen_at.get(bucket, -math.inf) <= seconds:
             return False
         self._num_to_measure, self._measured, self._measured_from = _MEASURED_STEPS, [], measured_from
-        self._measured_bucket = bucket
+        self._measured_load = load
         self._seen_at[bucket] = busy
         return True
 
@@ -102,6 +104,9 @@ class PlainSteps:
 
     def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
+        if self.measuring and not 1 / _MOST_APART <= load / self._measured_load <= _MOST_APART:
+            self.give_up_measuring()  # what was to be known of another load is of no use now
+            return True
         self._seen_at[nearest_power(load)] = busy
         expected = self._target.seconds(load)
         if self._too_fast or seconds < _LEAST_SHARE * self.seconds(load):
@@ -116,9 +121,6 @@ class PlainSteps:
             return False
         if now - seconds < self._measured_from:
             return False
-        if nearest_power(load) != self._measured_bucket:
-            self.give_up_measuring()  # what was to be known of another load is of no use now
-            return True
         self._measured.append((expected, seconds))
         self._num_to_measure -= 1
         if self.measuring:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # What rounds were found to take counts half after so many seconds without any: they may have met a bad moment.
 _FIRST_HALF_LIFE = 4.0
 # Each time that it is found again soon, within so many half-lives, twice as long. And so many times as long as was
@@ -11,9 +13,13 @@ _SOON = 4.0
 _TIMES_LOST = 80.0
 _UNKNOWN_LOSS = 0.08
 _LONGEST_HALF_LIFE = 600.0
-# So many rounds of everybody tell whether it was right to begin; and so long what they tell is acted on at once.
+# So many rounds of everybody tell whether it was right to begin; and so long what they tell is acted on at once. So
+# many that brought more than plain steps, in one go or with pauses, and those that were in vain are forgotten.
 _MEASURED_ROUNDS = 6.0
 _YOUNG_ROUNDS = 32.0
+_PROVEN_ROUNDS = 64.0
+# What counts less than this is to be found out again.
+_LITTLE = 0.5
 
 
 class Trials:
@@ -28,14 +34,24 @@ class Trials:
         self._began: float | None = None
         self._lost = 0.0
         self._noted_at = 0.0
-        self._last_round = 0.0
-        # How many rounds of everybody it had, and what the first ones should have taken and took.
-        self._num_rounds = 0.0
+        self._gain = 0.0
+        self._last_round = -math.inf
+        # How many rounds of everybody it had, and how many up to its latest decision; those that paid, since any that
+        # did not.
+        self._num_rounds = self._num_decided = self._num_proven = 0.0
+        # What its first rounds should have taken and took, of which load and γ, if that is to be found out.
+        self._measures = False
+        self._which: tuple[int, int] | None = None
         self._measured: list[tuple[float, float]] = []
 
     @property
     def running(self) -> bool:
         return self._began is not None
+
+    @property
+    def measuring(self) -> bool:
+        """Whether its first rounds are to tell, and are not known yet."""
+        return self.running and self._measures and self._num_rounds < _MEASURED_ROUNDS
 
     @property
     def young(self) -> bool:
@@ -46,20 +62,39 @@ class Trials:
         """Rounds are to be made from now on, or still, and seem to bring so many times what plain decoding would."""
         if self._began is None:
             self._began, self._lost = now, 0.0
-            self._num_rounds, self._measured = 0.0, []
+            self._measures = self.is_forgotten(now)
+            self._num_rounds = self._num_decided = 0.0
+            self._which = None
         else:
             self._lost += (now - self._noted_at) * max(0.0, 1 + _UNKNOWN_LOSS - gain)
-        self._noted_at = now
+            self._num_proven = self._num_proven + self._num_rounds - self._num_decided if gain >= 1 else 0.0
+            if self._num_proven >= _PROVEN_ROUNDS:
+                self.num_failed, self._half_life = 0, _FIRST_HALF_LIFE
+        self._num_decided, self._noted_at, self._gain = self._num_rounds, now, gain
 
-    def observe_round(self, now: float, expected: float, seconds: float, weight: float) -> list[tuple[float, float]]:
-        """There was one that should have taken `expected` seconds; `weight`: what share of everybody's it is.
+    def is_forgotten(self, now: float) -> bool:
+        """Whether what rounds took counts for little: so long ago were the last, if there were any."""
+        return self.confidence(now) < _LITTLE
 
-        Returns what all the first ones should have taken and took, once when they are known, and else nothing.
+    def observe_round(
+        self, now: float, which: tuple[int, int] | None, expected: float, seconds: float, weight: float
+    ) -> list[tuple[float, float]]:
+        """There was one that should have taken `expected` seconds, of that load and γ; None where it says little of
+        what those of all take. `weight`: what share of everybody's it is.
+
+        Returns what all the first ones of one load and γ should have taken and took, once when they are known, if that
+        is to be found out, and else nothing.
         """
         self._last_round = now
-        before = self._num_rounds
+        if which is None:
+            return []
+        if which != self._which:
+            self._which, self._measured = which, []
+            if self._num_rounds < _MEASURED_ROUNDS:
+                self._num_rounds = self._num_decided = 0.0
+        measuring = self.measuring
         self._num_rounds += weight
-        if not self.running or before >= _MEASURED_ROUNDS:
+        if not measuring:
             return []
         self._measured.append((expected, seconds))
         return self._measured if self._num_rounds >= _MEASURED_ROUNDS else []
@@ -76,12 +111,15 @@ class Trials:
             self._half_life = _FIRST_HALF_LIFE
         else:
             self.num_failed += 1
+            self._num_proven = 0.0
             # If they turn out to lose only now that plain steps were measured, they did from the beginning.
             lost = max(self._lost, lasted * (1 - gain))
             self._half_life = min(max(2 * self._half_life, _TIMES_LOST * lost), _LONGEST_HALF_LIFE)
 
-    def cancel(self) -> None:
-        """They ended for another reason."""
+    def cancel(self, now: float) -> None:
+        """They end for another reason: in vain if they were known to bring less than plain decoding."""
+        if self._began is not None and self._num_rounds >= _MEASURED_ROUNDS and self._gain < 1:
+            self.end(now, self._gain)
         self._began = None
 
     def confidence(self, now: float) -> float:

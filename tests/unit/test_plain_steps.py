@@ -97,7 +97,8 @@ def test_what_was_to_be_measured_of_another_load_is_given_up() -> None:
     steps = PlainSteps(StepCosts([(1, STEP), (64, STEP)]))
     assert steps.measure_if_older(4, 1.0, 50.0, 50.0)
     assert not steps.observe(4, 3 * STEP, 51.0, 51.0)
+    assert not steps.observe(3, 3 * STEP, 51.5, 51.5), "nearly as many are as good"
     assert steps.observe(32, 3 * STEP, 52.0, 52.0)
     assert not steps.measuring
     assert [steps.seconds(4), steps.seconds(32)] == pytest.approx([STEP, STEP]), "nothing is believed of either"
-    assert steps.measure_if_older(32, 0.5, 60.0, 60.0), "and it may be measured again"
+    assert steps.measure_if_older(32, 0.5, 52.0, 52.0), "and it may be measured at once"

@@ -13,9 +13,11 @@ def try_in_vain(trials: Trials, began: float, lasted: float, gain: float = 0.0) 
     return began + lasted
 
 
-def round_ended(trials: Trials, now: float, seconds: float = 2.0, weight: float = 1.0) -> list[tuple[float, float]]:
+def round_ended(
+    trials: Trials, now: float, seconds: float = 2.0, weight: float = 1.0, which: tuple[int, int] | None = (0, 4)
+) -> list[tuple[float, float]]:
     """One that should have taken a second."""
-    return trials.observe_round(now, 1.0, seconds, weight)
+    return trials.observe_round(now, which, 1.0, seconds, weight)
 
 
 def half_life(trials: Trials, now: float) -> float:
@@ -93,7 +95,7 @@ def test_what_ended_for_another_reason_did_not_fail() -> None:
     trials = Trials()
     trials.go_on(1.0, 2.0)
     assert trials.running
-    trials.cancel()
+    trials.cancel(1.5)
     trials.end(2.0, 0.0)
     assert not trials.running
     assert trials.num_failed == 0
@@ -103,12 +105,12 @@ def test_what_ended_for_another_reason_did_not_fail() -> None:
 def test_the_first_rounds_of_everybody_are_told_once(weight: float) -> None:
     trials = Trials()
     assert all(not round_ended(trials, 0.5, 9.0, weight) for _ in range(50)), "before it began"
-    for _ in range(2):
-        trials.go_on(1.0, 1.2)
-        told = [round_ended(trials, 2.0, 1.0 + i, weight) for i in range(round(10 / weight))]
+    for began in (100.0, 1000.0):
+        trials.go_on(began, 1.2)
+        told = [round_ended(trials, began + 1, 1.0 + i, weight) for i in range(round(10 / weight))]
         assert [len(each) for each in told if each] == [round(6 / weight)]
         assert next(each for each in told if each) == [(1.0, 1.0 + i) for i in range(round(6 / weight))]
-        trials.end(3.0, 0.5)
+        trials.end(began + 2, 0.5)
 
 
 def test_a_trial_is_young_once_its_first_rounds_are_known_and_for_some_more() -> None:
@@ -119,6 +121,60 @@ def test_a_trial_is_young_once_its_first_rounds_are_known_and_for_some_more() ->
         young.append(trials.young)
         round_ended(trials, 2.0)
     assert young == [False] * 6 + [True] * 26 + [False] * 8
-    trials.cancel()
+    trials.cancel(2.0)
     trials.go_on(3.0, 1.2)
     assert not trials.young
+
+
+def test_first_rounds_are_of_one_load_and_gamma() -> None:
+    trials = Trials()
+    trials.go_on(1.0, 1.2)
+    assert not any(round_ended(trials, 2.0, 3.0, which=which) for which in [(0, 4)] * 5 + [(5, 4)] * 5 + [None] * 20)
+    assert not trials.young
+    assert not any(round_ended(trials, 2.0, 5.0, which=(5, 2)) for _ in range(5))
+    assert round_ended(trials, 2.0, 5.0, which=(5, 2)) == [(1.0, 5.0)] * 6
+
+
+def test_what_is_known_from_just_before_is_not_found_out_again() -> None:
+    """Short requests with pauses: each of them is a trial."""
+    trials = Trials()
+    for i in range(20):
+        trials.go_on(1.0 + i, 1.2)
+        told = [round_ended(trials, 1.5 + i) for _ in range(8)]
+        assert any(told) == (i == 0)
+        trials.cancel(1.6 + i)
+    trials.go_on(200.0, 1.2)
+    assert any(round_ended(trials, 200.5) for _ in range(8)), "long after it is"
+
+
+def test_rounds_that_pay_with_pauses_between_them_make_up_for_those_that_did_not() -> None:
+    trials, now = Trials(), 0.0
+    for _ in range(4):
+        now = try_in_vain(trials, now + 1, 0.05)
+    assert half_life(trials, now) == 64
+    for i in range(8):
+        assert trials.num_failed == 4, i
+        trials.go_on(now, 1.3)
+        for _ in range(10):
+            now += 0.01
+            round_ended(trials, now)
+        trials.go_on(now, 1.3)
+        trials.cancel(now)
+        now += 1
+        if i == 6:
+            break
+    assert trials.num_failed == 0
+    assert half_life(trials, now - 1) == 4
+
+
+def test_what_was_known_to_be_in_vain_is_not_forgiven_because_everybody_left() -> None:
+    trials, now, half_lives = Trials(), 0.0, []
+    for _ in range(4):
+        now += 1000
+        trials.go_on(now, 1.2)
+        for _ in range(7):
+            round_ended(trials, now)
+        trials.go_on(now + 0.05, 0.8)
+        trials.cancel(now + 0.06)
+        half_lives.append(half_life(trials, now))
+    assert half_lives == [8, 16, 32, 64]

@@ -209,8 +209,10 @@ class SequenceSession:
         if drafted:
             self._pace.drafting.acceptance.observe(drafted, accepted)
             gamma = self._controller()
-            # What it takes beside prompts that fill the steps says little of others.
-            if gamma is not None and not situation.prefill_bound:
+            # What it takes beside prompts that fill the steps says little of others; nor is a γ that the client fixed
+            # one that all draft.
+            fixed = self._options.num_draft_tokens is not None
+            if gamma is not None and not fixed and not situation.prefill_bound:
                 gamma.observe_round(situation.load, drafted, situation.num_unseen, entry.seconds_since(last))
         return entry
 
