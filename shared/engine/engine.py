@@ -183,10 +183,12 @@ class Engine:
     def _follow(self, plan: StepPlan) -> list[Gain]:
         """What all gained in the steps that follow a completed one in one go; nothing if there are none, or they
         failed."""
+        if self._draw_ahead is None:
+            return self._follow_one(plan)
         sequences = [item.sequence for item in plan.scheduled]
         num_steps = min(sequence.num_steps for sequence in sequences)
-        if self._draw_ahead is None or num_steps == 0:
-            return self._follow_one(plan)
+        if num_steps == 0:
+            return []
         try:
             rows = [_rows_of(sequence) for sequence in sequences]
             draws = self._draw_ahead(rows, num_steps, self.model.vocab_size, self.model.device)

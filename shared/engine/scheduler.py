@@ -231,7 +231,9 @@ class Scheduler:
         num_steps = min(most, *(each.num_steps for each in sequences))
         # Each might need another block for the last of them.
         room = self.pool.num_allocatable - len(sequences)
-        while num_steps > 0 and sum(self._num_missing(each, num_steps - 1) for each in sequences) > room:
+        if room < 0:
+            return []
+        while num_steps > 1 and sum(self._num_missing(each, num_steps - 1) for each in sequences) > room:
             num_steps -= 1
         following = [StepPlan() for _ in range(num_steps)]
         for sequence in sequences if num_steps else ():

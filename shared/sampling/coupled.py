@@ -38,8 +38,13 @@ def gumbel_noise(
     the other rows matter. Bits are integer arithmetic; the logarithms run in float64 and are rounded to
     float32, which hides what devices' libraries differ in.
     """
-    keys = [noise_key(*which) for which in zip(seeds, sequence_indices, positions, strict=True)]
-    return noise_of(torch.tensor(keys, dtype=torch.int64, device=device), vocab_size)
+    keys = [
+        _stream(_stream(_stream(0, seed), index), position)
+        for seed, index, position in zip(seeds, sequence_indices, positions, strict=True)
+    ]
+    if device.type == "cpu":
+        return _noise_by_numpy(np.array(keys, dtype=np.uint64), vocab_size)
+    return noise_of(torch.tensor(list(map(_signed, keys)), dtype=torch.int64, device=device), vocab_size)
 
 
 def noise_key(seed: int, sequence_index: int, position: int) -> int:
@@ -49,16 +54,28 @@ def noise_key(seed: int, sequence_index: int, position: int) -> int:
 
 def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
     """`gumbel_noise` of rows with these `noise_key`s [R] int64, on their device."""
-    on_cpu = keys.device.type == "cpu"
+    if keys.device.type == "cpu":
+        return _noise_by_numpy(keys.numpy().view(np.uint64), vocab_size)
     noise = torch.empty(len(keys), vocab_size, device=keys.device)
-    num_rows = max(1, (_CPU_CHUNK if on_cpu else _CHUNK) // vocab_size)
+    num_rows = max(1, _CHUNK // vocab_size)
     for first in range(0, len(keys), num_rows):
-        some = keys[first : first + num_rows]
-        bits = _numpy_bits(some, vocab_size) if on_cpu else _torch_bits(some, vocab_size)
-        # 52 bits and a half: strictly between 0 and 1, and exact in float64.
-        uniform = bits.double().add_(0.5).mul_(2.0**-52)
-        noise[first : first + num_rows] = uniform.log_().neg_().log_().neg_()
+        noise[first : first + num_rows] = _gumbel(_torch_bits(keys[first : first + num_rows], vocab_size))
     return noise
+
+
+def _noise_by_numpy(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
+    noise = torch.empty(len(keys), vocab_size)
+    num_rows = max(1, _CPU_CHUNK // vocab_size)
+    for first in range(0, len(keys), num_rows):
+        noise[first : first + num_rows] = _gumbel(_numpy_bits(keys[first : first + num_rows], vocab_size))
+    return noise
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """From 52 bits each, float64."""
+    # 52 bits and a half: strictly between 0 and 1, and exact in float64.
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def coupled_tokens(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
@@ -125,10 +142,10 @@ def _stream(key: int, counter: int) -> int:
     return bits ^ (bits >> _SHIFTS[-1])
 
 
-def _numpy_bits(keys: Tensor, vocab_size: int) -> Tensor:
+def _numpy_bits(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
     """52 bits [R, V] int64 of each key's stream. NumPy knows unsigned words, so that this takes half of what it takes
     torch."""
-    bits = keys.numpy().view(np.uint64)[:, None] + _numpy_steps(vocab_size)
+    bits = keys[:, None] + _numpy_steps(vocab_size)
     shifted = np.empty_like(bits)
 
     def mix(shift: int) -> None:

@@ -14,7 +14,6 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.rows import SampleRows
 from shared.sampling.token_counts import TokenCounts
 
-_NOTHING = torch.empty(0, 1)
 # On CPU a nucleus is looked for among so many likeliest tokens before the whole row is sorted.
 _NUCLEUS_WIDTH = 1024
 
@@ -180,57 +179,67 @@ class Filters:
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1) if values else _NOTHING
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
-        sampled = [row for row in params if not row.greedy]
-        self._sampled = _Chosen(params, lambda row: not row.greedy, device)
+        sampled = [i for i, row in enumerate(params) if not row.greedy]
+        self._sampled = _Rows.of(sampled, len(params), device)
+        if len(sampled) < len(params):
+            params = [params[i] for i in sampled]
         self._temperatures: Tensor | None = None
-        if any(row.temperature != 1.0 for row in sampled):
-            self._temperatures = column([row.temperature for row in sampled])
-        self._of_top_k = _Chosen(sampled, lambda row: 0 < row.top_k < vocab_size, device)
-        top_k = [row.top_k for row in self._of_top_k.params]
-        self._most_k, self._ranks = max(top_k, default=0), column([k - 1 for k in top_k], torch.int64)
-        self._of_top_p = _Chosen(sampled, lambda row: row.top_p < 1.0, device)
-        self._top_p = column([row.top_p for row in self._of_top_p.params])
-        self._of_min_p = _Chosen(sampled, lambda row: row.min_p > 0.0, device)
-        # p < min_p · max p, in logarithms; the normaliser is on both sides.
-        self._margins = column([math.log(row.min_p) for row in self._of_min_p.params])
+        if any(row.temperature != 1.0 for row in params):
+            self._temperatures = column([row.temperature for row in params])
+        chosen = [i for i, row in enumerate(params) if 0 < row.top_k < vocab_size]
+        self._of_top_k = _Rows.of(chosen, len(params), device)
+        if chosen:
+            self._most_k = max(params[i].top_k for i in chosen)
+            self._ranks = column([params[i].top_k - 1 for i in chosen], torch.int64)
+        chosen = [i for i, row in enumerate(params) if row.top_p < 1.0]
+        self._of_top_p = _Rows.of(chosen, len(params), device)
+        if chosen:
+            self._top_p = column([params[i].top_p for i in chosen])
+        chosen = [i for i, row in enumerate(params) if row.min_p > 0.0]
+        self._of_min_p = _Rows.of(chosen, len(params), device)
+        if chosen:
+            # p < min_p · max p, in logarithms; the normaliser is on both sides.
+            self._margins = column([math.log(params[i].min_p) for i in chosen])
 
     def logprobs(self, scores: Tensor) -> Tensor:
         """As `sampling_logprobs` of adjusted logits [R, V] float32."""
-        return self._sampled.replace(scores, self._warp)
+        return scores if self._sampled is None else self._sampled.replace(scores, self._warp)
 
     def _warp(self, scores: Tensor) -> Tensor:
         """Of the rows that are sampled."""
         if self._temperatures is not None:
             # From the likeliest token down: divided by a low temperature, large logits would overflow.
             scores = (scores - scores.amax(1, keepdim=True)) / self._temperatures
-        scores = self._of_top_k.replace(
-            scores, lambda some: _cut(some, some.topk(self._most_k).values.gather(1, self._ranks))
-        )
-        scores = self._of_top_p.replace(scores, lambda some: _cut(some, _nucleus_floor(some, self._top_p)))
-        scores = self._of_min_p.replace(scores, lambda some: _cut(some, some.amax(1, keepdim=True) + self._margins))
+        if self._of_top_k is not None:
+            scores = self._of_top_k.replace(
+                scores, lambda some: _cut(some, some.topk(self._most_k).values.gather(1, self._ranks))
+            )
+        if self._of_top_p is not None:
+            scores = self._of_top_p.replace(scores, lambda some: _cut(some, _nucleus_floor(some, self._top_p)))
+        if self._of_min_p is not None:
+            scores = self._of_min_p.replace(scores, lambda some: _cut(some, some.amax(1, keepdim=True) + self._margins))
         return scores.log_softmax(1)
 
 
-class _Chosen:
-    """Some of R rows; `params` are theirs."""
+class _Rows(NamedTuple):
+    """Some of the rows of scores, at least one; `places`: which, None for all."""
 
-    def __init__(
-        self, params: Sequence[SamplingParams], which: Callable[[SamplingParams], bool], device: torch.device
-    ) -> None:
-        chosen = [i for i, row in enumerate(params) if which(row)]
-        self.params = [params[i] for i in chosen]
-        self._are_all = len(chosen) == len(params)
-        self._index = torch.tensor(chosen, dtype=torch.int64, device=device) if chosen and not self._are_all else None
+    places: Tensor | None
+
+    @classmethod
+    def of(cls, chosen: list[int], num_rows: int, device: torch.device) -> _Rows | None:
+        """None for none."""
+        if not chosen:
+            return None
+        return cls(None if len(chosen) == num_rows else torch.tensor(chosen, device=device))
 
     def replace(self, scores: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """`scores` [R, V] with these rows changed; no copy is made where all rows, or none, are chosen."""
-        if not self.params:
-            return scores
-        if self._index is None:
+        """`scores` [R, V] with these rows changed; no copy is made where all are."""
+        if self.places is None:
             return change(scores)
-        return scores.index_copy(0, self._index, change(scores[self._index]))
+        return scores.index_copy(0, self.places, change(scores[self.places]))
 
 
 def _cut(scores: Tensor, floor: Tensor) -> Tensor:

@@ -30,19 +30,29 @@ def truncate(logprobs: Tensor, mass: float = 0.98, max_entries: int = 512) -> tu
     A row keeps the fewest entries that hold `mass` of `logprobs` [R, V] (normalised), at most `max_entries`.
     K is the most that a row needs; others are padded at the end with probability 0. Best first.
     """
-    ids, probs = likeliest(logprobs, mass, max_entries)
-    width = max(1, int((probs > 0).sum(1).max()))  # of what is no number nothing is more than 0
-    return ids[:, :width], probs[:, :width]
+    ids, probs, counts = _likeliest(logprobs, mass, max_entries)
+    width = int(counts.max())
+    return ids[:, :width], _renormalised(probs[:, :width], counts)
 
 
 def likeliest(logprobs: Tensor, mass: float, max_entries: int) -> tuple[Tensor, Tensor]:
     """`truncate`, padded to K = `max_entries`, or V where that is less: nothing is waited for."""
+    ids, probs, counts = _likeliest(logprobs, mass, max_entries)
+    return ids, _renormalised(probs, counts)
+
+
+def _likeliest(logprobs: Tensor, mass: float, max_entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and probabilities [R, K], best first, and how many of them each row keeps [R, 1]."""
     values, ids = logprobs.topk(min(max_entries, logprobs.shape[1]))
     probs = values.exp()
     before = probs.cumsum(1)[:, :-1]
-    counts = 1 + (before < mass).sum(1, keepdim=True)
+    return ids, probs, 1 + (before < mass).sum(1, keepdim=True)
+
+
+def _renormalised(probs: Tensor, counts: Tensor) -> Tensor:
+    """The first `counts` [R, 1] of each row of `probs` [R, K], and 0."""
     probs = probs * (torch.arange(probs.shape[1], device=probs.device) < counts)
-    return ids, probs / probs.sum(1, keepdim=True)
+    return probs / probs.sum(1, keepdim=True)
 
 
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:

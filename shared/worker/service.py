@@ -51,7 +51,8 @@ def load_engine(
         torch.set_num_threads(settings.num_threads)
     model = CausalLM.load(settings.model, settings.device, settings.dtype, settings.native, settings.quantize)
     finish = None if prepare is None else prepare(model)
-    engine = Engine(model, settings, sample, draw_ahead)
+    # A CPU computes nothing while its host goes on: there it would only be more to do.
+    engine = Engine(model, settings, sample, None if model.device.type == "cpu" else draw_ahead)
     engine.warm_up()
     if finish is not None:
         finish(engine)

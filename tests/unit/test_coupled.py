@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -73,8 +74,9 @@ def test_noise_depends_on_nothing_but_its_four_counters(monkeypatch: pytest.Monk
 
 
 def test_the_bits_are_the_same_whoever_makes_them() -> None:
-    keys = torch.tensor([coupled._signed(key) for key in (0, 1, 2**63, 2**64 - 1, 12345678901234567890)])
-    assert torch.equal(coupled._numpy_bits(keys, 5000), coupled._torch_bits(keys, 5000))
+    keys = [0, 1, 2**63, 2**64 - 1, 12345678901234567890]
+    signed = torch.tensor([coupled._signed(key) for key in keys])
+    assert torch.equal(coupled._numpy_bits(np.array(keys, dtype=np.uint64), 5000), coupled._torch_bits(signed, 5000))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -32,7 +32,7 @@ from shared.prefix.block_hash import root_hash
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import Candidates, SampledTokens
+from shared.sampling.sampled import SampledTokens
 from shared.sampling.token_counts import TokenCounts
 from shared.sampling.verifier import verify
 from shared.settings import StartupError
@@ -192,9 +192,10 @@ def test_whatever_is_drawn_in_one_go_is_what_steps_draw(model: CausalLM, num_blo
             sequences[-1].params = params
             engine.scheduler.add(sequences[-1])
         outcomes = drain(engine)
-        candidates: dict[Sequence, list[Candidates | None]] = {sequence: [] for sequence in sequences}
+        candidates: dict[Sequence, list[tuple[int, bytes] | None]] = {sequence: [] for sequence in sequences}
         for gain in (gain for outcome in outcomes for gain in outcome.gains):
-            candidates[gain.sequence].append(gain.sampled.candidates)
+            found = gain.sampled.candidates
+            candidates[gain.sequence].append(None if found is None else (found.num_entries, found.ids))
         seen.append([(sequence.token_ids, candidates[sequence]) for sequence in sequences])
         assert engine.scheduler.num_preempted == 0
         assert sum(outcome.num_following for outcome in outcomes) > 0
