@@ -38,10 +38,7 @@ def gumbel_noise(
     the other rows matter. Bits are integer arithmetic; the logarithms run in float64 and are rounded to
     float32, which hides what devices' libraries differ in.
     """
-    keys = [
-        _stream(_stream(_stream(0, seed), index), position)
-        for seed, index, position in zip(seeds, sequence_indices, positions, strict=True)
-    ]
+    keys = [_key(*which) for which in zip(seeds, sequence_indices, positions, strict=True)]
     if device.type == "cpu":
         return _noise_by_numpy(np.array(keys, dtype=np.uint64), vocab_size)
     return noise_of(torch.tensor(list(map(_signed, keys)), dtype=torch.int64, device=device), vocab_size)
@@ -49,7 +46,7 @@ def gumbel_noise(
 
 def noise_key(seed: int, sequence_index: int, position: int) -> int:
     """What the noise of one row is made from: a uint64, as an int64 with the same bits."""
-    return _signed(_stream(_stream(_stream(0, seed), sequence_index), position))
+    return _signed(_key(seed, sequence_index, position))
 
 
 def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
@@ -132,6 +129,10 @@ def argmax(values: Tensor) -> Tensor:
     if values.device.type == "cpu" and values.dtype == torch.float32:
         return torch.from_numpy(values.numpy().argmax(1))
     return values.argmax(1)
+
+
+def _key(seed: int, sequence_index: int, position: int) -> int:
+    return _stream(_stream(_stream(0, seed), sequence_index), position)
 
 
 def _stream(key: int, counter: int) -> int:
