@@ -17,6 +17,8 @@ from shared.settings import StartupError
 # Takes a service's own command line; its health service is all there is to it.
 STUB = """
 import json, os, signal, sys
+# Blocked before there are other threads, which would die of it, it waits for who asks for it, however early it comes.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -31,8 +33,6 @@ servicer = health.HealthServicer()
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 server.add_insecure_port(flags["host"] + ":" + flags["port"])
 servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-# Blocked before there are other threads, it waits for who asks for it, however early it comes.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 server.start()
 signal.sigwait({signal.SIGTERM})
 print("drained", flush=True)
