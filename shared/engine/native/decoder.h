@@ -88,9 +88,9 @@ static inline void normalise_rows(const float *stream, const float *norm, int64_
 
 // Called by every thread of a team. stream += product, through a norm if there is one.
 static inline void add_product(Team &team, const Matrix &matrix, Inputs inputs, const float *norm, float eps,
-                               int64_t num_rows, float *out, float *stream) {
+                               int64_t num_rows, const Matrix &next, float *out, float *stream) {
     int64_t hidden = matrix.out;
-    linear(team, matrix, inputs, num_rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+    linear(team, matrix, inputs, num_rows, &next, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         float *to = (norm ? out : stream) + row * hidden + column;
         for (int64_t i = 0; i < n; i++) to[i] = norm ? values[i] : to[i] + values[i];
     });
@@ -145,7 +145,7 @@ static void run_layer(Team &team, const Decoder &model, int index, const Pool &p
     Inputs gated(a.wide_input.data(), model.mlp);  // when what was attended to is no longer needed
 
     normalise_rows(stream, layer.attention_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
-    linear(team, layer.qkv, input, num_tokens, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+    linear(team, layer.qkv, input, num_tokens, &layer.attention_out, [&](int64_t row, int64_t column, int64_t n, const float *values) {
         __builtin_memcpy(qkv + row * qkv_width + column, values, n * sizeof(float));
     });
 #pragma omp for schedule(static)
@@ -168,14 +168,15 @@ static void run_layer(Team &team, const Decoder &model, int index, const Pool &p
             for (int64_t d = 0; d < dim; d++) store_rounded(to + d, values[d]);
         });
     add_product(team, layer.attention_out, attended, layer.attention_out_norm, model.norm_eps, num_tokens,
-                a.out.data(), stream);
+                layer.gate_up, a.out.data(), stream);
 
     normalise_rows(stream, layer.mlp_norm, hidden, model.norm_eps, num_tokens, nullptr, input);
     constexpr int HALF = PANEL / 2;
-    linear(team, layer.gate_up, input, num_tokens, [&](int64_t row, int64_t column, int64_t, const float *values) {
+    linear(team, layer.gate_up, input, num_tokens, &layer.mlp_out, [&](int64_t row, int64_t column, int64_t, const float *values) {
         // What is no gate's gives 0, and rows have room for it.
         for (int i = 0; i < HALF; i += LANES)
             store(gated.row(row) + column / 2 + i, activate(model.activation, load(values + i)) * load(values + HALF + i));
     });
-    add_product(team, layer.mlp_out, gated, layer.mlp_out_norm, model.norm_eps, num_tokens, a.out.data(), stream);
+    add_product(team, layer.mlp_out, gated, layer.mlp_out_norm, model.norm_eps, num_tokens,
+                index + 1 < model.num_layers ? model.layers[index + 1].qkv : model.head, a.out.data(), stream);
 }

@@ -61,7 +61,7 @@ void outrider_linear(const Matrix *matrix, const bf16 *x, int64_t rows, bf16 *ou
             for (int64_t k = 0; k < matrix->in; k++) store_rounded(to + k, to_float(x[r * matrix->in + k]));
             if (matrix->in % 2) to[matrix->in] = 0;
         }
-        linear(team, *matrix, inputs, rows, [&](int64_t row, int64_t column, int64_t n, const float *values) {
+        linear(team, *matrix, inputs, rows, nullptr, [&](int64_t row, int64_t column, int64_t n, const float *values) {
             for (int64_t i = 0; i < n; i++) out[row * matrix->out + column + i] = to_bf16(values[i]);
         });
     }
@@ -143,7 +143,7 @@ static void run_decoder(const Decoder &model, const Pool &pool, const Batch &bat
         Inputs input(a.input.data(), model.hidden);
         normalise_rows(a.stream.data(), model.final_norm, model.hidden, model.norm_eps, num_rows, rows, input);
         float cap = model.logit_softcap;
-        linear(team, model.head, input, num_rows, [&](int64_t row, int64_t column, int64_t n, float *values) {
+        linear(team, model.head, input, num_rows, nullptr, [&](int64_t row, int64_t column, int64_t n, float *values) {
             if (cap != 0)
                 for (int i = 0; i < PANEL; i += LANES) store(values + i, tanh(load(values + i) / cap) * cap);
             __builtin_memcpy(logits + row * model.head.out + column, values, n * sizeof(float));

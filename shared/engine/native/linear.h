@@ -15,7 +15,8 @@ struct Matrix {
     int32_t bits;
 
     int64_t num_panels() const { return (out + PANEL - 1) / PANEL; }
-    int64_t num_bytes() const { return num_panels() * num_units<bf16>(in) * PANEL * 2 * bits / 8; }
+    int64_t panel_bytes() const { return num_units<bf16>(in) * PANEL * 2 * bits / 8; }
+    int64_t num_bytes() const { return num_panels() * panel_bytes(); }
     template <class Weight> const Weight *panel(int64_t i) const {
         return static_cast<const Weight *>(weight) + i * num_units<Weight>(in) * PANEL * UNIT<Weight>;
     }
@@ -34,19 +35,19 @@ struct Inputs {
 // tile[r][0, PANEL) = row r times panel p, without bias.
 template <Source FROM>
 static inline void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, const Input *rows, int64_t stride,
-                                  const bf16 *panel, float *tile) {
-    multiply<FROM>(num_rows, rows, stride, panel, num_units<bf16>(matrix.in), tile, PANEL);
+                                  const bf16 *panel, float *tile, Ahead ahead) {
+    multiply<FROM>(num_rows, rows, stride, panel, num_units<bf16>(matrix.in), tile, PANEL, ahead);
 }
 
 // The same of quantised weights, group by group.
 template <Source FROM, class Weight>
 static void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, const Input *rows, int64_t stride,
-                           const Weight *panel, float *tile) {
+                           const Weight *panel, float *tile, Ahead ahead) {
     alignas(64) float part[MOST_ROWS * PANEL];
     int64_t num = num_units<Weight>(matrix.in), most = num_units<Weight>(matrix.group);
     for (int64_t first = 0, g = 0; first < num; first += most, g++) {
         multiply<FROM>(num_rows, rows + first * 2, stride, panel + first * PANEL * UNIT<Weight>,
-                              num - first < most ? num - first : most, part, PANEL);
+                       num - first < most ? num - first : most, part, PANEL, ahead.from(first));
         const float *scales = matrix.scales + (g * matrix.num_panels() + p) * PANEL;
         for (int64_t i = 0; i < num_rows * PANEL; i += LANES) {
             Floats scaled = load(part + i) * load(scales + i % PANEL);
@@ -55,21 +56,37 @@ static void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, co
     }
 }
 
+// So many bytes of the next matrix are asked for while the last panels of one, and what comes between them, are computed.
+constexpr int64_t FIRST_BYTES = 65536;
+
+// Asks for what this thread will need first of a matrix.
+ALWAYS_INLINE void fetch_first(const Team &team, const Matrix &matrix) {
+    int64_t first = team.first_part(matrix.num_panels()) * matrix.panel_bytes(), left = matrix.num_bytes() - first;
+    const char *at = static_cast<const char *>(matrix.weight) + first;
+    for (int64_t i = 0; i < (left < FIRST_BYTES ? left : FIRST_BYTES); i += 64) _mm_prefetch(at + i, _MM_HINT_T1);
+}
+
 // Called by every thread of a team: `finish(row, column, n, values)` gets n sums, with their biases, of each row and
-// panel. Returns when all are done.
+// panel. `next`: the matrix that is multiplied by after this one; null if there is none. Returns when all are done.
 template <class Finish>
-static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, Finish finish) {
+static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, const Matrix *next, Finish finish) {
     RowBlocks blocks(num_rows);
     bool once = num_rows <= MOST_ROWS_OF_ONE_READING;
-    team.share(matrix.num_panels(), [&](int64_t p, int64_t) {
+    int64_t panel_bytes = matrix.panel_bytes(), ahead = blocks.count == 1 ? AHEAD : panel_bytes;
+    int64_t step = (panel_bytes / num_units<bf16>(matrix.in) + blocks.count - 1) / blocks.count;
+    team.share(matrix.num_panels(), [&](int64_t p, int64_t following) {
+        const char *whole = static_cast<const char *>(matrix.weight) + p * panel_bytes;
         alignas(64) float tile[MOST_ROWS * PANEL];
         int64_t column = p * PANEL, n = matrix.out - column < PANEL ? matrix.out - column : PANEL;
         for (int64_t b = 0; b < blocks.count; b++) {
             int64_t first = blocks.first(b), rows = blocks.first(b + 1) - first;
             auto multiply_by = [&](auto *panel) {
                 const Input *block = inputs.row(first);
-                if (once) multiply_panel<Source::MEMORY_ONCE>(matrix, p, rows, block, inputs.stride, panel, tile);
-                else multiply_panel<Source::MEMORY>(matrix, p, rows, block, inputs.stride, panel, tile);
+                Ahead later{whole + ahead + b * panel_bytes / blocks.count, step};
+                if (once) multiply_panel<Source::MEMORY_ONCE>(matrix, p, rows, block, inputs.stride, panel, tile, later);
+                else if (blocks.count == 1 || following >= 0)
+                    multiply_panel<Source::MEMORY>(matrix, p, rows, block, inputs.stride, panel, tile, later);
+                else multiply_panel<Source::CACHE>(matrix, p, rows, block, inputs.stride, panel, tile, later);
             };
             if (matrix.bits == 16) multiply_by(matrix.panel<bf16>(p));
             if (matrix.bits == 8) multiply_by(matrix.panel<Int8>(p));
@@ -81,5 +98,6 @@ static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_
                 finish(first + r, column, n, values);
             }
         }
+        if (next && following < 0) fetch_first(team, *next);
     });
 }

@@ -56,28 +56,39 @@ struct RowBlocks {
 // needed only once, past it and the third, which are left to what the processes around a step need for it.
 enum class Source { CACHE, MEMORY, MEMORY_ONCE };
 
-// So many bytes ahead.
+// So many bytes ahead, where a panel is read once.
 constexpr int AHEAD = 8192;
 
-template <Source FROM, class Weight> ALWAYS_INLINE void fetch(const Weight *unit) {
+// What is asked for while a panel from MEMORY is multiplied: from `at` on, `step` bytes with each unit. A panel that
+// several blocks of rows go through is read from memory by the first and from the cache by the others; asked for while
+// all of those before it are computed with, its reading takes no time of its own.
+struct Ahead {
+    const char *at;
+    int64_t step;
+
+    Ahead from(int64_t unit) const { return {at + unit * step, step}; }
+};
+
+template <Source FROM, class Weight> ALWAYS_INLINE void fetch(const Weight *unit, const char *ahead) {
     constexpr int BYTES = PANEL * UNIT<Weight> * sizeof(Weight);
-    const char *at = reinterpret_cast<const char *>(unit) + AHEAD;
+    const char *once = reinterpret_cast<const char *>(unit) + AHEAD;
     for (int line = 0; line < BYTES; line += 64) {
-        if constexpr (FROM == Source::MEMORY) _mm_prefetch(at + line, _MM_HINT_T1);
-        if constexpr (FROM == Source::MEMORY_ONCE) _mm_prefetch(at + line, _MM_HINT_NTA);
+        if constexpr (FROM == Source::MEMORY) _mm_prefetch(ahead + line, _MM_HINT_T1);
+        if constexpr (FROM == Source::MEMORY_ONCE) _mm_prefetch(once + line, _MM_HINT_NTA);
     }
 }
 
 // to[r][0, PANEL) = row r times the panel, summed up in the order of the inputs; strides in numbers.
 template <int R, Source FROM>
-static void multiply(const float *rows, int64_t stride, const float *panel, int64_t units, float *to, int64_t to_stride) {
+static void multiply(const float *rows, int64_t stride, const float *panel, int64_t units, float *to, int64_t to_stride,
+                     Ahead ahead) {
     // Of few rows a whole panel at once, of more, in narrow registers, first one half and then the other.
     constexpr int ALL = PANEL / LANES, COLUMNS = R <= 3 ? ALL : 2;
     for (int first = 0; first < ALL; first += COLUMNS) {
         Floats sums[R][COLUMNS] = {};
         for (int64_t k = 0; k < units; k++) {
             const float *at = panel + k * PANEL;
-            if (first == 0) fetch<FROM>(at);
+            if (first == 0) fetch<FROM>(at, ahead.at + k * ahead.step);
             Floats w[COLUMNS];
 #pragma GCC unroll 16
             for (int c = 0; c < COLUMNS; c++) w[c] = load(at + (first + c) * LANES);
@@ -95,13 +106,14 @@ static void multiply(const float *rows, int64_t stride, const float *panel, int6
 
 #if defined(__AVX512BF16__)
 template <int R, Source FROM, class Weight>
-static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride) {
+static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride,
+                     Ahead ahead) {
     __m512 sums[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t j = 0; j < units; j++) {
         const Weight *unit = panel + j * PANEL * UNIT<Weight>;
-        fetch<FROM>(unit);
+        fetch<FROM>(unit, ahead.at + j * ahead.step);
         Operands w = operands(unit);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
@@ -119,7 +131,8 @@ static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int6
 }
 #else
 template <int R, Source FROM, class Weight>
-static void multiply(const float *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride) {
+static void multiply(const float *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride,
+                     Ahead ahead) {
     constexpr int COLUMNS = R <= 3 ? 4 : 2;
     for (int first = 0; first < 4; first += COLUMNS) {
         __m256 sums[R][COLUMNS];
@@ -129,7 +142,7 @@ static void multiply(const float *rows, int64_t stride, const Weight *panel, int
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_setzero_ps();
         for (int64_t j = 0; j < units; j++) {
             const Weight *unit = panel + j * PANEL * UNIT<Weight>;
-            if (first == 0) fetch<FROM>(unit);
+            if (first == 0) fetch<FROM>(unit, ahead.at + j * ahead.step);
 #pragma GCC unroll 2
             for (int second = 0; second < 2; second++) {
                 __m256 w[COLUMNS];
@@ -154,9 +167,9 @@ static void multiply(const float *rows, int64_t stride, const Weight *panel, int
 // As above, for 1 to MOST_ROWS rows.
 template <Source FROM, class Row, class Weight>
 static inline void multiply(int64_t num_rows, const Row *rows, int64_t stride, const Weight *panel, int64_t units,
-                            float *to, int64_t to_stride) {
+                            float *to, int64_t to_stride, Ahead ahead = {nullptr, 0}) {
     switch (num_rows) {
-#define ROWS(R) case R: return multiply<R, FROM>(rows, stride, panel, units, to, to_stride);
+#define ROWS(R) case R: return multiply<R, FROM>(rows, stride, panel, units, to, to_stride, ahead);
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #if defined(__AVX512BF16__)
         ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)

@@ -21,6 +21,9 @@ public:
         spread();
     }
 
+    // The first of `parts` that this thread takes.
+    int64_t first_part(int64_t parts) const { return parts * thread / threads; }
+
     // Called by every thread of the team: `run(part, following)` for each of `parts`, by one of them. Each takes a run
     // of neighbours in order, as memory is read fastest so, and then what is left of the others'. `following`: the part
     // that this thread will take next, if nobody else does; -1 if there is none. Returns when all are done.
