@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.drafting import PREFILL_STEP_TOKENS, Drafting, Situation
 from shared.policy.interference import Interference
 from shared.policy.output_lengths import OutputLengths
-from shared.policy.overhead import Overhead, nearest_power
-from shared.policy.plain_steps import PlainSteps
+from shared.policy.round_costs import RoundCosts
+from shared.policy.scouting import Scouting
 from shared.policy.step_costs import StepCosts
-from shared.policy.trials import Trials
 from shared.policy.utilisation import Utilisation
 
 # Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
@@ -28,13 +28,6 @@ _BEGIN_UNTRIED_AT = 1.0
 _ROUNDS_THAT_TELL = 8.0
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
-# How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
-# ones are taken to be free of what larger ones were found to take beyond their model, too, but not to take less than
-# their share of those. And the next smaller one that was not tried for long, ever more of it, but slowly: what the one
-# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart.
-_CURIOSITY = 0.04
-_CURIOSITY_AGAIN = 0.05
-_CURIOSITY_GROWS = 0.5
 # A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, up to half a
 # second, as choosing takes time too, for each; unless the load has changed by more than this share.
 _REST_ROUNDS = 8
@@ -52,9 +45,7 @@ _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
 _SURE_FROM = 1.3
 _MEASURE_IF_SURE_EVERY_SECONDS = 60.0
-# And at once where rounds seem to take less than this share of the plain step that each of them holds; but for this
-# pause, which doubles as long as it seems so.
-_IMPOSSIBLE_SHARE = 0.9
+# And at once where rounds seem to take less than a plain step; but for this pause, which doubles as long as it seems so.
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
@@ -62,18 +53,6 @@ _ROUNDS_BEFORE_MEASURED = 16.0
 _PLAIN_STEPS_APART = 0.01
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
-# A scout drafts for so many rounds, so many tokens each (behind a rejected one they say nothing, so few at a time say
-# most), for this share of the time at most; half of it after each that brought nothing new, twice at most. Where its
-# rounds are verified, they take so many of the others' plain steps.
-_SCOUTING_ROUNDS = 10
-_SCOUTING_TOKENS = 2
-_SCOUTING_SHARE = 0.01
-_SCOUTING_HALVINGS = 2
-_SCOUTING_STEPS = 3
-# What a scout's round takes of everybody's cores beside its draft steps: messages, and the processes that they wake.
-_SCOUTING_ROUND_SECONDS = 0.002
-# What was learnt of acceptance counts half after so many seconds without a round.
-_ACCEPTANCE_HALF_LIFE = 10.0
 # After a longer time with nobody, in seconds and in plain steps, whoever comes then is another load: what was chosen
 # for those before is void.
 _NEW_BEGINNING_SECONDS = 0.4
@@ -82,31 +61,9 @@ _NEW_BEGINNING_STEPS = 64
 # this one, in plain steps, and at most in seconds.
 _LONGEST_PAUSE_STEPS = 16
 _LONGEST_PAUSE = 0.5
-# Prompt tokens in a step where there are more than enough of them. A draft token that takes the place of one must be
-# kept so likely: it is one token of output less to decode for one of a prompt put off.
-_PREFILL_STEP_TOKENS = 512
+# A draft token that takes the place of a prompt token must be kept so likely: it is one token of output less to decode
+# for one of a prompt put off.
 _KEPT_BESIDE_PREFILLS = 0.5
-
-
-class Situation(NamedTuple):
-    """What a sequence's choice depends on besides itself.
-
-    `load`: sequences on its target worker that decode; `num_waiting`: those without a first token yet, whose
-    prompts have `num_prefill_tokens` together. `num_unseen`: the sequence's committed tokens that the drafter
-    has not taken in. `num_output`: tokens generated, `num_remaining`: the most that may follow.
-    """
-
-    load: int
-    num_waiting: int
-    num_prefill_tokens: int
-    num_unseen: int
-    num_output: int
-    num_remaining: int
-
-    @property
-    def prefill_bound(self) -> bool:
-        """Whether the worker has more prompt tokens to compute than a step holds."""
-        return self.num_prefill_tokens > _PREFILL_STEP_TOKENS
 
 
 class PlainStep(NamedTuple):
@@ -117,47 +74,17 @@ class PlainStep(NamedTuple):
     received: float
 
 
-class Drafting:
-    """What the controller keeps of one sequence: its acceptance, whether it drafts, and where it stands.
-
-    One that is `in_shadow` scouts while it decodes plainly: `num_scouting_rounds` of `num_scouting_tokens` each are
-    for its owner to make and observe. Another one scouts with rounds.
-    """
-
-    def __init__(self, prior: Acceptance | None = None, in_shadow: bool = False) -> None:
-        self.acceptance = Acceptance(prior)
-        self.in_shadow = in_shadow
-        self.active = False
-        self.catch_up = 0.0
-        self.num_scouting_rounds = 0
-        self.num_scouting_tokens = 0
-        self.situation: Situation | None = None
-
-    def observe_in_shadow(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """A scouting round of one that is `in_shadow` had this outcome."""
-        self.acceptance.observe(num_draft_tokens, num_accepted)
-        self.num_scouting_rounds = max(0, self.num_scouting_rounds - 1)
-
-
 class GammaController:
     """Chooses γ for the sequences of one target worker and the drafter.
 
-    The sequences of a worker share its steps, so one γ is chosen for all of them. With L sequences a plain
-    step takes P = T(L) (1 + overhead) and brings S tokens (more than 1 where the target drafts itself), a round of γ
-    draft tokens
-
-        R = (P + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
-
-    T and D are the step costs that target and drafter measured at warm-up; the overheads are learnt from what steps
-    and rounds really take, transport, waiting and contexts included, but neither prompts in the same steps nor the
-    drafter's catching up. Where nobody drafts, rounds are taken to become slower and faster with the plain steps; while
-    they go on it is known, and plain steps to some extent with them. Drafting gains
+    The sequences of a worker share its steps, so one γ is chosen for all of them. Drafting gains
 
         P m / S / (C + R m / E)
 
-    over plain decoding, where m tokens are expected to follow, E is the mean of expected_tokens(α, γ) over
-    the sequences and C what the drafter needs to catch up with them. The γ of most gain wins; 0 unless that is
-    clearly above 1. A sequence joins in when that saves it more than its own catching up costs everybody.
+    over plain decoding, where m tokens are expected to follow, a plain step takes P and brings S, and a round takes R
+    (see `RoundCosts`), E is the mean of expected_tokens(α, γ) over the sequences and C what the drafter needs to catch
+    up with them. The γ of most gain wins; 0 unless that is clearly above 1. A sequence joins in when that saves it more
+    than its own catching up costs everybody.
 
     While prompts fill the steps they take much the same time whatever is drafted, but every draft token takes a
     prompt token's place: so they draft as far as each draft token, α^i, is kept more likely than not. Where nobody
@@ -166,8 +93,7 @@ class GammaController:
     It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, soon
     after and before they end, a γ that was not tried yet is given a little credit, and when drafting seemed not
     to pay, a single sequence scouts now and then whether it would with α as good as it may be by now, for a
-    hundredth of the time. What rounds took is forgotten while there are none, each time that they were in vain
-    more slowly, and they begin again only for more.
+    hundredth of the time. Rounds that were in vain begin again only for more.
     """
 
     def __init__(
@@ -179,8 +105,7 @@ class GammaController:
     ) -> None:
         self.acceptance = Acceptance()
         self.gamma = 0
-        self._target = target
-        self._draft = draft
+        self._costs = RoundCosts(target, draft)
         self._max_num_draft_tokens = max_num_draft_tokens
         self._clock = clock
         self._members: dict[Drafting, None] = {}
@@ -190,8 +115,6 @@ class GammaController:
         self._shadow_scout: Drafting | None = None
         # The plain step whose results came last: when, among how many sequences, and the least it took for any.
         self._last_plain: PlainStep | None = None
-        self._rounds = Overhead()
-        self._plain = PlainSteps(target)
         self._utilisation = Utilisation(clock())
         # The same of the time in which there are more of them than a step holds.
         self._prefill_bound = Utilisation(clock())
@@ -207,20 +130,16 @@ class GammaController:
         # Below, and in all that ages: seconds in which there was something to choose.
         self._busy_seconds = 0.0
         self._chosen_at = clock()
-        self._last_round = 0.0
-        # By power of two of the load, as the overheads.
-        self._trials: dict[int, Trials] = {}
-        self._scouts_from = 0.0
-        self._num_vain_scouts = 0
+        self._scouting = Scouting(self._costs, max_num_draft_tokens)
         self._doubt_seconds = _FIRST_DOUBT_SECONDS
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round; 0: plain decoding."""
         now = self._clock()
-        longest = min(_LONGEST_PAUSE_STEPS * self._target.seconds(situation.load), _LONGEST_PAUSE)
+        longest = min(_LONGEST_PAUSE_STEPS * self._costs.target.seconds(situation.load), _LONGEST_PAUSE)
         self._busy_seconds += min(now - self._chosen_at, longest)
         if not self._members:
-            plain_steps = _NEW_BEGINNING_STEPS * self._target.seconds(situation.load)
+            plain_steps = _NEW_BEGINNING_STEPS * self._costs.target.seconds(situation.load)
             if now - self._chosen_at > max(_NEW_BEGINNING_SECONDS, plain_steps):
                 self._begin_anew()
         self._chosen_at = now
@@ -236,9 +155,11 @@ class GammaController:
             self._decided_at, self._decided_load = now, situation.load
             self._decided_for = situation.load + situation.num_waiting
             self.gamma = self._best_for_all(situation)
-            self._note_trial(situation.load)
-            self._rest = _REST_ROUNDS * self._round_seconds(situation.load, self.gamma)
-            if not self._own_trials(situation.load).young:
+            self._costs.note_trial(situation.load, self.gamma > 0, self._best_gain, self._busy_seconds)
+            if self.gamma > 0:
+                self._scouting.paid()
+            self._rest = _REST_ROUNDS * self._costs.expected(situation.load, self.gamma)
+            if not self._costs.trials(situation.load).young:
                 for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
                 self._rest = max(self._rest, _LEAST_REST_SECONDS, for_all)
         if self.measuring:
@@ -276,27 +197,25 @@ class GammaController:
     @property
     def measuring(self) -> bool:
         """Whether everybody decodes plainly for a few steps, so that it is known what these take."""
-        return self._plain.measuring
+        return self._costs.plain.measuring
 
     def catch_up_seconds(self, num_unseen: int) -> float:
         """What the drafter takes for committed tokens it has not seen, beyond what the last one always takes."""
-        return self._draft.seconds(num_unseen) - self._draft.seconds(1) if num_unseen > 1 else 0.0
+        return self._costs.catch_up_seconds(num_unseen)
 
     def plain_seconds(self, load: int) -> float:
         """What a plain decode step takes: P."""
-        return self._plain.seconds(load)
+        return self._costs.plain.seconds(load)
 
     def least_likelihood(self, load: int, num_draft_tokens: int) -> float:
-        """How likely a draft token must be to be accepted so as to pay for its row of verification: at least what that
-        takes, in plain steps."""
-        longer = self._target.seconds(load * (num_draft_tokens + 1)) - self._target.seconds(load)
-        return min(longer / num_draft_tokens * self._plain.tokens(load) / self.plain_seconds(load), 1.0)
+        """How likely a draft token must be to be accepted so as to pay for its row of verification."""
+        return self._costs.least_likelihood(load, num_draft_tokens)
 
     def steps_meanwhile(self, catch_up: float, load: int) -> int:
         """Steps of the target worker in that time. Beside rounds of others only such as end within it: a step of one
         sequence that still decodes plainly holds up the drafts of all."""
         if self._num_active > 1:
-            return int(catch_up / self._learnt_round_seconds(load, self.gamma))
+            return int(catch_up / self._round_seconds(load, self.gamma))
         return math.ceil(catch_up / self.plain_seconds(load) - 0.5)
 
     def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, seconds: float) -> None:
@@ -306,24 +225,15 @@ class GammaController:
         `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
         step does not matter: where they take turns, each waits longer.
         """
-        self._last_round = self._busy_seconds
+        self._scouting.observe_round(self._busy_seconds)
         if seconds <= 0 or self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         if self._clock() - seconds < self._interference.over_at:
             return  # it waited for others that caught up
-        before = self._round_seconds(load, num_draft_tokens)
-        expected, weight = before + self.catch_up_seconds(num_unseen), 1 / self._num_active
-        change = self._rounds.observe(load, num_draft_tokens, expected, seconds, weight)
-        trials = self._own_trials(load)
-        if change is None and not trials.measuring:
-            self._decided_at = -math.inf
-        elif change:  # the machine's: plain steps would take as much longer, and rounds take what they do
-            self._plain.follow(load, change)
-            self._rounds.rescale(load, before / self._round_seconds(load, num_draft_tokens))
-        which = (nearest_power(load), num_draft_tokens) if self._num_active >= _EVERYBODY * load else None
-        first = trials.observe_round(self._busy_seconds, which, expected, seconds, weight)
-        if first:  # one that pays goes on, and one that does not has cost little
-            self._rounds.correct(load, num_draft_tokens, first)
+        of_all = self._num_active >= _EVERYBODY * load
+        if self._costs.observe_round(
+            load, num_draft_tokens, num_unseen, seconds, 1 / self._num_active, of_all, self._busy_seconds
+        ):
             self._decided_at = -math.inf
 
     def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
@@ -333,7 +243,7 @@ class GammaController:
         `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
         for that one too: of what they say of the same step the least is believed, once the next is heard of.
         """
-        self._plain.observe_tokens(load, num_tokens)
+        self._costs.plain.observe_tokens(load, num_tokens)
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
@@ -352,35 +262,16 @@ class GammaController:
         if began < self._interference.over_at:
             self._interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
             return  # the drafter, maybe on the same cores, was at work
-        # What rounds take was seen too, and is no other for what plain steps do.
-        before = self._round_seconds(step.load, self.gamma) if self._num_active > 0 else None
-        if not self._plain.observe(step.load, step.seconds, step.received, self._busy_seconds):
-            return
-        self._decided_at = -math.inf  # now that it is known
-        if before is not None:
-            self._rounds.rescale(step.load, before / self._round_seconds(step.load, self.gamma))
+        used = self.gamma if self._num_active > 0 else None
+        if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
+            self._decided_at = -math.inf  # now that it is known
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""
         self.gamma = 0
         self._decided_at = -math.inf
-        self._plain.give_up_measuring()
-        self._cancel_trials()
-
-    def _note_trial(self, load: int) -> None:
-        trials = self._own_trials(load)
-        if self.gamma > 0:
-            trials.go_on(self._busy_seconds, self._best_gain)
-            self._cancel_trials(trials)
-            self._num_vain_scouts = 0
-            return
-        trials.end(self._busy_seconds, self._best_gain)
-        self._cancel_trials()
-
-    def _cancel_trials(self, but: Trials | None = None) -> None:
-        for trials in self._trials.values():
-            if trials is not but:
-                trials.cancel(self._busy_seconds)
+        self._costs.plain.give_up_measuring()
+        self._costs.cancel_trials(self._busy_seconds)
 
     def _activate(self, sequence: Drafting, situation: Situation) -> None:
         sequence.active = True
@@ -396,7 +287,7 @@ class GammaController:
     def _decision_stands(self, load: int, now: float) -> bool:
         """Whether the last choice was made not long ago, for much the same load."""
         new_load = abs(load - self._decided_load) > _NEW_LOAD * self._decided_load
-        return now - self._decided_at <= (0.5 * self._target.seconds(1) if new_load else self._rest)
+        return now - self._decided_at <= (0.5 * self._costs.target.seconds(1) if new_load else self._rest)
 
     def _best_for_all(self, now: Situation) -> int:
         """The γ that gains most if all draft who are drafting or would join in; 0 if none gains enough."""
@@ -419,16 +310,16 @@ class GammaController:
         for gamma in range(1, self._max_num_draft_tokens + 1):
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
-            gain = self._gain(load, gamma, tokens, num_follow, catch_up, self._round_overhead(load, gamma))
+            gain = self._costs.gain(load, gamma, tokens, num_follow, catch_up, self._busy_seconds)
             self._best_gain = max(self._best_gain, gain)
-            gain *= self._curiosity(load, gamma)
+            gain *= self._costs.curiosity(load, gamma, self.gamma, self._busy_seconds)
             if gamma == self.gamma:
                 gain *= _KEEP
             if self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT and num_follow < _ROUNDS_THAT_TELL * tokens:
                 gain /= _BEGIN_AT
             if gain > best_gain:
                 best, best_gain = gamma, gain
-        if best > 0 and self._rounds_beat_plain_steps(now.load):
+        if best > 0 and self._costs.beat_plain_steps(now.load, self._busy_seconds):
             if self._measure_if_older(now.load, self._doubt_seconds):
                 self._doubt_seconds *= 2
         else:
@@ -438,51 +329,27 @@ class GammaController:
             return best
         if best > 0:
             self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
-            trials = self._own_trials(now.load)
+            trials = self._costs.trials(now.load)
             if not trials.running and trials.is_forgotten(self._busy_seconds):
-                first_rounds = _ROUNDS_BEFORE_MEASURED * self._round_seconds(now.load, best)
-                self._plain.grow_older(now.load, _MEASURE_EVERY_SECONDS - first_rounds)
+                first_rounds = _ROUNDS_BEFORE_MEASURED * self._costs.expected(now.load, best)
+                self._costs.plain.grow_older(now.load, _MEASURE_EVERY_SECONDS - first_rounds)
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best
 
-    def _curiosity(self, load: int, gamma: int) -> float:
-        """How many times more a γ is taken to promise for not having been tried, or not lately."""
-        credit = _CURIOSITY
-        if gamma < self.gamma:
-            share = self._learnt_round_seconds(load, self.gamma) * gamma / self.gamma
-            at_least = max(self._round_seconds(load, gamma), share)
-            credit += max(0.0, self._learnt_round_seconds(load, gamma) / at_least - 1)
-        again = _CURIOSITY_AGAIN if gamma == self.gamma - 1 else 0.0
-        count, num_recent = self._rounds.count(load, gamma), self._rounds.num_recent(load, gamma)
-        if 0 < num_recent < 1:  # its logarithm: how long ago
-            again *= 1 + _CURIOSITY_GROWS * math.log(1 - math.log(num_recent) / 2)
-        return (1 + credit / (1 + count)) * (1 + again / (1 + num_recent))
-
-    def _rounds_beat_plain_steps(self, load: int) -> bool:
-        """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
-        return self._learnt_round_seconds(load, 1) < _IMPOSSIBLE_SHARE * self.plain_seconds(load)
-
     def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""
         # Not beside rounds that are under way.
-        round_seconds = self._learnt_round_seconds(load, self.gamma)
+        round_seconds = self._round_seconds(load, self.gamma)
         measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
-        return self._plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once)
+        return self._costs.plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once)
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""
-        trials = self._own_trials(load)
-        untried = not any(self._rounds.count(load, gamma) for gamma in range(1, self._max_num_draft_tokens + 1))
-        if untried and trials.num_failed == 0:
+        trials = self._costs.trials(load)
+        if self._costs.is_untried(load, self._max_num_draft_tokens) and trials.num_failed == 0:
             return _BEGIN_UNTRIED_AT
         return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
-
-    def _gain(self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, overhead: float) -> float:
-        """P m / S / (C + R m / E)."""
-        seconds = self._round_seconds(load, gamma) * (1 + overhead)
-        plain = self.plain_seconds(load) * num_follow / self._plain.tokens(load)
-        return plain / (catch_up + num_follow * seconds / tokens)
 
     def _choose_beside_prefills(self, sequence: Drafting, situation: Situation) -> int:
         """Where prompts fill the steps: as many tokens as are each likely enough to be kept."""
@@ -500,14 +367,14 @@ class GammaController:
 
     def _prefill_bound_steps(self, load: int) -> float:
         """The share of steps that prompts fill: less than that of the time, as such a step takes longer."""
-        filled = self._prefill_bound.share / self._target.seconds(_PREFILL_STEP_TOKENS)
-        others = (1 - self._prefill_bound.share) / self._target.seconds(load)
+        filled = self._prefill_bound.share / self._costs.target.seconds(PREFILL_STEP_TOKENS)
+        others = (1 - self._prefill_bound.share) / self._costs.target.seconds(load)
         return filled / (filled + others)
 
     def _joins(self, where: Situation, now: Situation, rate: float, gamma: int, share: float = 1.0) -> bool:
         """Whether a sequence that stands at `where` saves more by γ draft tokens in this share of its steps than its
         catching up costs all."""
-        spared = 1 / self._plain.tokens(now.load) - 1 / expected_tokens(rate, gamma)
+        spared = 1 / self._costs.plain.tokens(now.load) - 1 / expected_tokens(rate, gamma)
         saved = self._num_to_follow(where) * spared * self.plain_seconds(now.load)
         catch_up = self._cost_to_each(self._utilisation.delay(self.catch_up_seconds(where.num_unseen)))
         return share * saved > (now.load + now.num_waiting) * catch_up
@@ -529,61 +396,24 @@ class GammaController:
         return max(1.0, min(where.num_remaining, self._outputs.remaining(where.num_output)))
 
     def _round_seconds(self, load: int, gamma: int) -> float:
-        """What a round of everybody should take, without overhead."""
-        verify = self._target.seconds(load * (gamma + 1)) - self._target.seconds(load)
-        return self.plain_seconds(load) + verify + gamma * self._draft.seconds(load)
-
-    def _learnt_round_seconds(self, load: int, gamma: int) -> float:
-        """What a round of everybody takes, as far as was seen: R."""
-        return self._round_seconds(load, gamma) * (1 + self._round_overhead(load, gamma))
-
-    def _round_overhead(self, load: int, gamma: int) -> float:
-        """Of rounds; a bad one is forgotten while there are none."""
-        share = self._rounds.share(load, gamma)
-        return min(share, share * self._trials_at(load).confidence(self._busy_seconds))
-
-    def _trials_at(self, load: int) -> Trials:
-        """Of the load from whose rounds the share for this one comes."""
-        return self._trials.setdefault(self._rounds.bucket(load), Trials())
-
-    def _own_trials(self, load: int) -> Trials:
-        return self._trials.setdefault(nearest_power(load), Trials())
+        return self._costs.seconds(load, gamma, self._busy_seconds)
 
     def _scout(self, sequence: Drafting, now: Situation) -> None:
         """Has the sequence scout, if it is time for that and may turn out well."""
-        if self._busy_seconds < self._scouts_from:
+        if not self._scouting.is_due(self._busy_seconds):
             return
-        confidence = 0.5 ** ((self._busy_seconds - self._last_round) / _ACCEPTANCE_HALF_LIFE)
-        at_best = sequence.acceptance.rate_at_best(confidence)
+        at_best = self._scouting.rate_at_best(sequence.acceptance, self._busy_seconds)
         num_follow, catch_up = self._num_to_follow(now), self.catch_up_seconds(now.num_unseen)
+        for_all = now.load * catch_up
         gains = [
-            self._gain(
-                now.load,
-                gamma,
-                expected_tokens(at_best, gamma),
-                num_follow,
-                now.load * catch_up,
-                self._round_overhead(now.load, gamma),
-            )
+            self._costs.gain(now.load, gamma, expected_tokens(at_best, gamma), num_follow, for_all, self._busy_seconds)
             for gamma in range(1, self._max_num_draft_tokens + 1)
         ]
         if max(gains, default=0.0) <= self._begin_at(now.load):
             # The others' answer would hardly be another.
-            self._scouts_from = self._busy_seconds + self._rest
+            self._scouting.put_off(self._busy_seconds, self._rest)
             return
-        sequence.num_scouting_rounds = _SCOUTING_ROUNDS
-        gamma = sequence.num_scouting_tokens = min(_SCOUTING_TOKENS, self._max_num_draft_tokens)
-        drafting = catch_up + _SCOUTING_ROUNDS * (gamma * self._draft.seconds(1) + _SCOUTING_ROUND_SECONDS)
-        verifying = 0.0
+        drafting = self._scouting.send(sequence, now.load, catch_up, self._busy_seconds)
         if sequence.in_shadow:
-            self._last_round = self._busy_seconds
             self._shadow_scout = sequence
-            self._interference.begin(self._clock(), drafting)
-        else:
-            longer = self._target.seconds(now.load + gamma) - self._target.seconds(now.load)
-            num_fewer = max(0.0, _SCOUTING_STEPS - expected_tokens(sequence.acceptance.rate, gamma))
-            verifying = _SCOUTING_ROUNDS * (longer + num_fewer * self.plain_seconds(now.load))
-            self._interference.begin(self._clock(), catch_up)
-        share = _SCOUTING_SHARE / 2 ** min(self._num_vain_scouts, _SCOUTING_HALVINGS)
-        self._scouts_from = self._busy_seconds + (drafting + verifying) / share
-        self._num_vain_scouts += 1
+        self._interference.begin(self._clock(), drafting if sequence.in_shadow else catch_up)

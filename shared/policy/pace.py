@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance
-from shared.policy.gamma import Drafting, GammaController, Situation
+from shared.policy.drafting import Drafting, Situation
+from shared.policy.gamma import GammaController
 
 # Plain decoding: seconds that a worker may run ahead, in steps, but so few of them at least and so many at most; more
 # are granted when half of them are left. Enough that the worker never waits for the router, and that asking for more

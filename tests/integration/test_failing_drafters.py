@@ -48,10 +48,10 @@ def make_scout_due(s: Stack) -> GammaController:
     """Drafting would pay if it were good, which it was not."""
     controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
     assert controller is not None
-    controller._draft = StepCosts([(1, 0.15 * STEP_SECONDS)])
+    controller._costs.draft = StepCosts([(1, 0.15 * STEP_SECONDS)])
     for _ in range(100):
         controller.acceptance.observe(8, 0)
-    controller._last_round -= 60
+    controller._scouting._last_round -= 60
     return controller
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from outrider.v1 import inference_pb2
 
-from shared.policy.gamma import Drafting
+from shared.policy.drafting import Drafting
 from shared.policy.step_costs import StepCosts
 from tests.support.fake_workers import Answer, plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack, until

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.target.gathering import Gathering
-from shared.policy.gamma import GammaController, Situation
+from shared.policy.drafting import Situation
+from shared.policy.gamma import GammaController
 from shared.policy.pace import Pace, steps_ahead
 from shared.policy.step_costs import StepCosts
 

@@ -10,7 +10,8 @@ from statistics import median
 import pytest
 
 from shared.policy.acceptance import Acceptance
-from shared.policy.gamma import Drafting, GammaController, Situation
+from shared.policy.drafting import Drafting, Situation
+from shared.policy.gamma import GammaController
 from shared.policy.step_costs import StepCosts
 from tests.benchmarks.gamma_grid import Cell, run_cell
 from tests.support.speculation_simulator import Machine, Simulation, Workload
@@ -247,16 +248,16 @@ def test_after_a_pause_nothing_that_was_chosen_before_stands() -> None:
     found = controller(StepCosts([(1, 0.01), (2, 0.0105), (8, 0.013), (64, 0.2)]), flat(0.002), clock)
     sequence = drafting(0.9)
     assert found.choose(sequence, situation(1)) > 0
-    assert found._trials_at(1).running
-    found._plain.measure_if_older(1, -1.0, 0.0, 0.0)
+    assert found._costs._trials_at(1).running
+    found._costs.plain.measure_if_older(1, -1.0, 0.0, 0.0)
     assert found.measuring
     found.leave(sequence, 100)
     clock.now += 1.0
     found.choose(drafting(0.9), situation(1, num_waiting=31, num_prefill_tokens=31 * 600))
     assert found.gamma == 0
     assert not found.measuring
-    assert not found._trials_at(1).running
-    assert found._trials_at(1).num_failed == 0
+    assert not found._costs._trials_at(1).running
+    assert found._costs._trials_at(1).num_failed == 0
 
 
 def test_while_somebody_is_there_a_pause_is_no_new_beginning() -> None:
@@ -267,7 +268,7 @@ def test_while_somebody_is_there_a_pause_is_no_new_beginning() -> None:
     clock.now += 5.0  # its client did not read, or its step was a long prompt's
     found.choose(other, situation(2, num_waiting=1, num_prefill_tokens=600))
     assert found.gamma > 0
-    assert found._trials_at(1).running
+    assert found._costs._trials_at(1).running
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -303,7 +304,7 @@ def test_rounds_are_not_tried_where_they_end_before_they_tell(num_remaining: int
     """They promise little, and were never tried."""
     found = controller(flat(0.01), flat(0.0092), Clock())
     where = Situation(1, 0, 0, 1, 64, num_remaining)
-    assert 1.0 < found._gain(1, 1, 1.95, 100.0, 0.0, 0.0) < 1.03
+    assert 1.0 < found._costs.gain(1, 1, 1.95, 100.0, 0.0, 0.0) < 1.03
     found.choose(drafting(0.95), where)
     assert (found.gamma > 0) == begins
 
@@ -503,7 +504,7 @@ def test_plain_steps_follow_the_machine_while_rounds_go_on_as_far_as_it_may_be_t
                     found.observe_plain(1, 0.05, clock.now)
             clock.now += times * (0.05 + gamma * 0.005) - 0.05
             found.observe_round(1, gamma, 1, times * (0.05 + gamma * 0.005))
-        return found.plain_seconds(1), found._learnt_round_seconds(1, gamma) / (0.05 + gamma * 0.005)
+        return found.plain_seconds(1), found._round_seconds(1, gamma) / (0.05 + gamma * 0.005)
 
     assert rounds(1.0) == pytest.approx((0.05, 1.0), rel=0.02)
     assert rounds(1.1) == pytest.approx((0.055, 1.1), rel=0.03)
@@ -528,7 +529,7 @@ def test_rounds_become_slower_with_plain_steps_where_nobody_drafts_and_while_the
             found.observe_plain(1, took, clock.now)
     assert found.plain_seconds(1) > 0.054
     seconds = 0.05 + 4 * 0.02
-    assert found._learnt_round_seconds(1, 4) == pytest.approx(seconds, rel=0.01), "amid rounds, as slow as ever"
+    assert found._round_seconds(1, 4) == pytest.approx(seconds, rel=0.01), "amid rounds, as slow as ever"
 
     found.leave(sequence, None)
     hopeless = drafting(0.0)
@@ -537,7 +538,7 @@ def test_rounds_become_slower_with_plain_steps_where_nobody_drafts_and_while_the
         assert found.choose(hopeless, situation()) == 0
         found.observe_plain(1, 0.12, clock.now)
     assert found.plain_seconds(1) == pytest.approx(0.12, rel=0.05)
-    assert found._learnt_round_seconds(1, 4) == pytest.approx(seconds * (0.12 + 0.08) / (0.055 + 0.08), rel=0.1)
+    assert found._round_seconds(1, 4) == pytest.approx(seconds * (0.12 + 0.08) / (0.055 + 0.08), rel=0.1)
 
 
 def test_before_drafting_ends_a_smaller_gamma_that_was_never_tried_gets_its_chance() -> None:
@@ -625,10 +626,10 @@ def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock)
     untried = found._begin_at(1)
-    found._rounds.observe(1, 1, 0.055, 0.055, 1.0)
+    found._costs._overhead.observe(1, 1, 0.055, 0.055, 1.0)
     before = found._begin_at(1)
     assert before > untried == 1.0, "what rounds take is not known before there were any"
-    trials = found._trials_at(1)
+    trials = found._costs._trials_at(1)
     for _ in range(3):
         trials.go_on(found._busy_seconds, 0.9)
         trials.observe_round(found._busy_seconds, (0, 4), 0.05, 0.1, 1.0)
@@ -658,8 +659,8 @@ def test_drafting_that_ends_for_a_load_never_drafted_at_was_not_in_vain_at_the_l
         for each in (sequence, *others):
             found.choose(each, situation(64))
             found.observe_plain(64, 0.05, clock.now)
-    assert found._trials_at(1).num_failed == 0
-    assert not found._trials_at(1).running
+    assert found._costs._trials_at(1).num_failed == 0
+    assert not found._costs._trials_at(1).running
 
 
 def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
@@ -672,10 +673,10 @@ def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
     found.choose(other, situation(2, num_unseen=500))
     clock.now += 0.4
     found.observe_round(2, 4, 1, 0.4)
-    assert found._rounds.count(2, 4) == 0.0
+    assert found._costs._overhead.count(2, 4) == 0.0
     clock.now += 2
     found.observe_round(2, 4, 1, 0.06)
-    assert found._rounds.count(2, 4) > 0.0
+    assert found._costs._overhead.count(2, 4) > 0.0
 
 
 @pytest.mark.parametrize(("step", "least", "most"), [(0.001, 8, 10), (0.004, 32, 34), (0.012, 98, 100)])
@@ -685,13 +686,13 @@ def test_of_many_short_plain_steps_a_few_are_looked_at(
     clock = Clock()
     seen: list[float] = []
     chooser = controller(flat(step), flat(step), clock)
-    observe = chooser._plain.observe
+    observe = chooser._costs.plain.observe
 
     def note(load: int, seconds: float, now: float, busy: float) -> bool:
         seen.append(seconds)
         return observe(load, seconds, now, busy)
 
-    monkeypatch.setattr(chooser._plain, "observe", note)
+    monkeypatch.setattr(chooser._costs.plain, "observe", note)
     for _ in range(100):
         clock.now += step
         # Two that were in it tell of it, one of them late.

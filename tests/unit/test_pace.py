@@ -7,7 +7,8 @@ from typing import cast
 
 import pytest
 
-from shared.policy.gamma import Drafting, GammaController, Situation
+from shared.policy.drafting import Drafting, Situation
+from shared.policy.gamma import GammaController
 from shared.policy.pace import LEAST_GRANTED_STEPS, Move, Pace, steps_ahead
 
 

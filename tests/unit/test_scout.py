@@ -11,7 +11,7 @@ from outrider.v1 import worker_pb2
 
 from services.router.generation.scout import Scout
 from services.router.workers.draft_link import DraftLane
-from shared.policy.gamma import Drafting
+from shared.policy.drafting import Drafting
 
 
 class Drafter:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.v1 import worker_pb2
 
 from services.router.workers.draft_link import DraftLane
-from shared.policy.gamma import Drafting
+from shared.policy.drafting import Drafting
 
 
 class Scout:

@@ -12,7 +12,8 @@ from services.router.generation.passage import Passage
 from services.router.generation.scout import Scout
 from services.router.text.detokenizer import Detokenizer
 from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
-from shared.policy.gamma import GammaController, Situation
+from shared.policy.drafting import Situation
+from shared.policy.gamma import GammaController
 from shared.policy.pace import Pace
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams

@@ -1,0 +1,147 @@
+"""What rounds take, and what plain steps do instead: measured at warm-up, and learnt from all that are made."""
+
+from __future__ import annotations
+
+import math
+
+from shared.policy.overhead import Overhead, nearest_power
+from shared.policy.plain_steps import PlainSteps
+from shared.policy.step_costs import StepCosts
+from shared.policy.trials import Trials
+
+# How much more a γ that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
+# ones are taken to be free of what larger ones were found to take beyond their model, too, but not to take less than
+# their share of those. And the next smaller one that was not tried for long, ever more of it, but slowly: what the one
+# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart.
+_CURIOSITY = 0.04
+_CURIOSITY_AGAIN = 0.05
+_CURIOSITY_GROWS = 0.5
+# A step is no round's if rounds seem to take less than this share of the plain step that each of them holds.
+_IMPOSSIBLE_SHARE = 0.9
+
+
+class RoundCosts:
+    """Of one target worker and the drafter: P, which a plain step of everybody takes, and R, which a round does.
+
+    With L sequences a plain step takes P = T(L) (1 + overhead) and brings S tokens (more than 1 where the target drafts
+    itself), a round of γ draft tokens
+
+        R = (P + T(L (γ + 1)) - T(L) + γ D(L)) (1 + overhead)
+
+    T and D are the step costs that target and drafter measured at warm-up; the overheads are learnt from what steps
+    and rounds really take, transport, waiting and contexts included, but neither prompts in the same steps nor the
+    drafter's catching up. Where nobody drafts, rounds are taken to become slower and faster with the plain steps; while
+    they go on it is known, and plain steps to some extent with them. What rounds took is forgotten while there are
+    none, each time that they were in vain more slowly.
+
+    `busy`, of the methods that take it, are seconds in which there was something to choose.
+    """
+
+    def __init__(self, target: StepCosts, draft: StepCosts) -> None:
+        self.target = target
+        self.draft = draft
+        self.plain = PlainSteps(target)
+        self._overhead = Overhead()
+        # By power of two of the load, as the overheads.
+        self._trials: dict[int, Trials] = {}
+
+    def catch_up_seconds(self, num_unseen: int) -> float:
+        """What the drafter takes for committed tokens it has not seen, beyond what the last one always takes."""
+        return self.draft.seconds(num_unseen) - self.draft.seconds(1) if num_unseen > 1 else 0.0
+
+    def expected(self, load: int, gamma: int) -> float:
+        """What a round of everybody should take, without overhead."""
+        verify = self.target.seconds(load * (gamma + 1)) - self.target.seconds(load)
+        return self.plain.seconds(load) + verify + gamma * self.draft.seconds(load)
+
+    def seconds(self, load: int, gamma: int, busy: float) -> float:
+        """What a round of everybody takes, as far as was seen: R. A bad one is forgotten while there are none."""
+        share = self._overhead.share(load, gamma)
+        return self.expected(load, gamma) * (1 + min(share, share * self._trials_at(load).confidence(busy)))
+
+    def gain(self, load: int, gamma: int, tokens: float, num_follow: float, catch_up: float, busy: float) -> float:
+        """What rounds that bring so many `tokens` bring, times plain decoding: P m / S / (C + R m / E)."""
+        plain = self.plain.seconds(load) * num_follow / self.plain.tokens(load)
+        return plain / (catch_up + num_follow * self.seconds(load, gamma, busy) / tokens)
+
+    def least_likelihood(self, load: int, num_draft_tokens: int) -> float:
+        """How likely a draft token must be to be accepted so as to pay for its row of verification: at least what that
+        takes, in plain steps."""
+        longer = self.target.seconds(load * (num_draft_tokens + 1)) - self.target.seconds(load)
+        return min(longer / num_draft_tokens * self.plain.tokens(load) / self.plain.seconds(load), 1.0)
+
+    def is_untried(self, load: int, most: int) -> bool:
+        """Whether there were no rounds of 1 to `most` draft tokens at that load."""
+        return not any(self._overhead.count(load, gamma) for gamma in range(1, most + 1))
+
+    def curiosity(self, load: int, gamma: int, used: int, busy: float) -> float:
+        """How many times more a γ is taken to promise for not having been tried, or not lately, while γ is `used`."""
+        credit = _CURIOSITY
+        if gamma < used:
+            at_least = max(self.expected(load, gamma), self.seconds(load, used, busy) * gamma / used)
+            credit += max(0.0, self.seconds(load, gamma, busy) / at_least - 1)
+        again = _CURIOSITY_AGAIN if gamma == used - 1 else 0.0
+        count, num_recent = self._overhead.count(load, gamma), self._overhead.num_recent(load, gamma)
+        if 0 < num_recent < 1:  # its logarithm: how long ago
+            again *= 1 + _CURIOSITY_GROWS * math.log(1 - math.log(num_recent) / 2)
+        return (1 + credit / (1 + count)) * (1 + again / (1 + num_recent))
+
+    def beat_plain_steps(self, load: int, busy: float) -> bool:
+        """Whether rounds take less than a plain step, though each holds one: it is not known what these take."""
+        return self.seconds(load, 1, busy) < _IMPOSSIBLE_SHARE * self.plain.seconds(load)
+
+    def observe_round(
+        self, load: int, gamma: int, num_unseen: int, seconds: float, weight: float, of_all: bool, busy: float
+    ) -> bool:
+        """A round took that long, in which the drafter caught up with `num_unseen` tokens. `weight`: its say among
+        those that ended with it; `of_all`: whether everybody drafts.
+
+        Returns whether rounds turn out to take something quite different, or what was to be found out is.
+        """
+        before = self.expected(load, gamma)
+        expected = before + self.catch_up_seconds(num_unseen)
+        change = self._overhead.observe(load, gamma, expected, seconds, weight)
+        trials = self.trials(load)
+        found_out = change is None and not trials.measuring
+        if change:  # the machine's: plain steps would take as much longer, and rounds take what they do
+            self.plain.follow(load, change)
+            self._overhead.rescale(load, before / self.expected(load, gamma))
+        which = (nearest_power(load), gamma) if of_all else None
+        first = trials.observe_round(busy, which, expected, seconds, weight)
+        if first:  # one that pays goes on, and one that does not has cost little
+            self._overhead.correct(load, gamma, first)
+        return found_out or bool(first)
+
+    def observe_plain(self, load: int, seconds: float, received: float, used: int | None, busy: float) -> bool:
+        """A plain step took that long, whose results came then. `used`: γ of the rounds that go on, if any do: what
+        those take was seen too, and is no other for what plain steps do. Returns whether that ends a measurement."""
+        before = None if used is None else self.expected(load, used)
+        if not self.plain.observe(load, seconds, received, busy):
+            return False
+        if used is not None and before is not None:
+            self._overhead.rescale(load, before / self.expected(load, used))
+        return True
+
+    def trials(self, load: int) -> Trials:
+        """Those at this load."""
+        return self._trials.setdefault(nearest_power(load), Trials())
+
+    def note_trial(self, load: int, drafting: bool, gain: float, busy: float) -> None:
+        """Rounds are to be made at this load, or are not, that seem to bring so many times what plain decoding does."""
+        trials = self.trials(load)
+        if drafting:
+            trials.go_on(busy, gain)
+            self.cancel_trials(busy, trials)
+        else:
+            trials.end(busy, gain)
+            self.cancel_trials(busy)
+
+    def cancel_trials(self, busy: float, but: Trials | None = None) -> None:
+        """Rounds at other loads end, for another reason than what they took."""
+        for trials in self._trials.values():
+            if trials is not but:
+                trials.cancel(busy)
+
+    def _trials_at(self, load: int) -> Trials:
+        """Of the load from whose rounds the share for this one comes."""
+        return self._trials.setdefault(self._overhead.bucket(load), Trials())
