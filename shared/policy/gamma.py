@@ -324,15 +324,15 @@ class GammaController:
                 self._doubt_seconds *= 2
         else:
             self._doubt_seconds = _FIRST_DOUBT_SECONDS
-        if best_gain >= _SURE_FROM:
-            self._measure_if_older(now.load, _MEASURE_IF_SURE_EVERY_SECONDS, at_once=False)
-            return best
         if best > 0:
-            self._measure_if_older(now.load, _MEASURE_EVERY_SECONDS)
+            sure = best_gain >= _SURE_FROM
+            every = _MEASURE_IF_SURE_EVERY_SECONDS if sure else _MEASURE_EVERY_SECONDS
+            self._measure_if_older(now.load, every, at_once=not sure)
             trials = self._costs.trials(now.load)
-            if not trials.running and trials.is_forgotten(self._busy_seconds):
+            unknown = not sure and trials.is_forgotten(self._busy_seconds)
+            if not trials.running and (unknown or not self._costs.plain.is_settled(now.load)):
                 first_rounds = _ROUNDS_BEFORE_MEASURED * self._costs.expected(now.load, best)
-                self._costs.plain.grow_older(now.load, _MEASURE_EVERY_SECONDS - first_rounds)
+                self._costs.plain.grow_older(now.load, every - first_rounds)
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best

@@ -141,9 +141,11 @@ class Overhead:
         error = self._error(load, gamma, measured)
         before = self._nearest(load)
         common, _ = self._estimates(load, gamma)
-        share = 1.0 if abs(error) > _LARGE_ERROR else max(_CORRECTION, 1 / (common.count + 1))
+        surprised = abs(error) > _LARGE_ERROR
+        share = 1.0 if surprised else max(_CORRECTION, 1 / (common.count + 1))
         common.value = before + share * error
-        common.count = max(common.count, _NUM_FEW)
+        # Nothing but this speaks for something quite different, and what speaks against it now is no accident either.
+        common.count = _NUM_KNOWN if surprised else max(common.count, _NUM_FEW)
 
     def rescale(self, load: int, factor: float) -> None:
         """What is expected at this load is from now on so many times less, and what was learnt as much more."""

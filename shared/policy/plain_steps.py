@@ -15,6 +15,13 @@ _MOST_TOGETHER = 4
 # A measurement on purpose takes so many steps, and as many again if it says something quite different: two stalls of
 # the machine may fall into one.
 _MEASURED_STEPS = 6
+# One that said something quite different is made again so soon, in seconds and in steps, and then each time in twice as
+# long: what it met may have been a bad moment.
+_AGAIN_SECONDS = 1.0
+_AGAIN_STEPS = 100
+# Fewer than so many in a row, between those of other loads, say little of what they take when such a load lasts: where a
+# crowd ends its last ones are slowed down by all that ends with it.
+_STEPS_THAT_SETTLE = 16
 # Loads that are so many times as large, or as small, are measured together.
 _MOST_APART = 2
 # While there are none, they are taken to become slower and faster with the rounds, by so much (a logarithm) since they
@@ -43,6 +50,11 @@ class PlainSteps:
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
         self._followed: dict[int, float] = {}  # by power of two of the load
+        # How soon those of a load are measured again, as long as that is sooner than whoever asks would.
+        self._again: dict[int, float] = {}
+        # By the same: whether enough were seen in a row; and of which there were how many last.
+        self._settled: dict[int, bool] = {}
+        self._run: tuple[int, int] = 0, 0
         # What they bring a sequence, likewise, where that was ever more than one.
         self._tokens: dict[int, float] = {}
 
@@ -79,12 +91,16 @@ class PlainSteps:
         bucket = nearest_power(load)
         if not at_once:
             self._seen_at.setdefault(bucket, busy)
-        if busy - self._seen_at.get(bucket, -math.inf) <= seconds:
+        if busy - self._seen_at.get(bucket, -math.inf) <= min(seconds, self._again.get(bucket, math.inf)):
             return False
         self._num_to_measure, self._measured, self._measured_from = _MEASURED_STEPS, [], measured_from
         self._measured_load = load
         self._seen_at[bucket] = busy
         return True
+
+    def is_settled(self, load: int) -> bool:
+        """Whether what they take is not only known from the ends of other loads."""
+        return self._settled.get(nearest_power(load), True)
 
     def give_up_measuring(self) -> None:
         """Those whose steps were to be measured are gone."""
@@ -108,6 +124,7 @@ class PlainSteps:
             self.give_up_measuring()  # what was to be known of another load is of no use now
             return True
         self._seen_at[nearest_power(load)] = busy
+        self._note_run(nearest_power(load))
         expected = self._target.seconds(load)
         if self._too_fast or seconds < _LEAST_SHARE * self.seconds(load):
             self._too_fast.append(seconds)
@@ -125,9 +142,28 @@ class PlainSteps:
         self._num_to_measure -= 1
         if self.measuring:
             return False
-        if len(self._measured) == _MEASURED_STEPS and self._overhead.is_surprised(load, 0, self._measured):
+        bucket = nearest_power(load)
+        surprised = self._overhead.is_surprised(load, 0, self._measured)
+        if len(self._measured) == _MEASURED_STEPS and surprised:
             self._num_to_measure = _MEASURED_STEPS
             return False
+        if surprised:
+            self._again[bucket] = max(_AGAIN_SECONDS, _AGAIN_STEPS * self._measured[-1][1])
+        elif bucket in self._again:
+            self._again[bucket] *= 2
+        self._settled[bucket] = True
         self._overhead.correct(load, 0, self._measured)
-        self._followed.pop(nearest_power(load), None)
+        self._followed.pop(bucket, None)
         return True
+
+    def _note_run(self, bucket: int) -> None:
+        before, num = self._run
+        if bucket == before:
+            num += 1
+        else:
+            if 0 < num < _STEPS_THAT_SETTLE:
+                self._settled[before] = False
+            num = 1
+        self._run = bucket, num
+        if num >= _STEPS_THAT_SETTLE:
+            self._settled[bucket] = True

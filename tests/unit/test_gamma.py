@@ -488,6 +488,57 @@ def test_however_sure_drafting_seems_plain_steps_are_measured_once_a_minute() ->
     assert all(55 < later - earlier < 65 for earlier, later in pairwise(measured_at))
 
 
+def test_plain_steps_of_a_crowds_end_do_not_make_one_sequence_draft_for_long() -> None:
+    """They took more than twice as long as one alone does, beside all that ended then. Rounds, whose messages take
+    longer than a step, seem to bring twice what plain decoding does, and nothing about them contradicts that."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.01), clock)
+    sequence = drafting(0.75)
+    for _ in range(20):
+        for load in (8, 8, 8, 3, 1, 1):
+            clock.now += 0.12
+            found.observe_plain(load, 0.12, clock.now)
+    assert found.plain_seconds(1) > 0.1
+    drafted = []
+    for _ in range(100):
+        gamma = found.choose(sequence, situation())
+        took = 0.15 + gamma * 0.01 if gamma else 0.05
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took, clock.now)
+        drafted.append(gamma > 0)
+    assert drafted[0]
+    assert sum(drafted) <= 30
+    assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_measurement_in_a_bad_moment_is_made_again_soon_and_then_ever_more_rarely() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.01), clock)
+    sequence = drafting(0.9)
+    measured_at: list[float] = []
+    bad_until = 0.0
+    while clock.now < 1200:
+        gamma = found.choose(sequence, situation())
+        if found.measuring and (not measured_at or clock.now - measured_at[-1] > 4):
+            measured_at.append(clock.now)
+            if len(measured_at) == 2:
+                bad_until = clock.now + 3
+        took = 0.15 + gamma * 0.01 if gamma else 0.125 if clock.now < bad_until else 0.05
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took, clock.now)
+    pauses = [later - earlier for earlier, later in pairwise(measured_at)]
+    assert pauses[0] > 55
+    assert pauses[1] < 20, "soon"
+    assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.1)
+    assert len(measured_at) <= 12
+
+
 def test_plain_steps_follow_the_machine_while_rounds_go_on_as_far_as_it_may_be_the_machine() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock, 1)

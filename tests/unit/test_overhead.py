@@ -54,6 +54,18 @@ def test_a_measurement_ten_times_as_long_moves_it_no_further_than_a_slow_one() -
     assert moved(10 * EXPECTED, 0) > moved(10 * EXPECTED, 3) > moved(10 * EXPECTED, 100), "the first few say more"
 
 
+@pytest.mark.parametrize("times", [0.2, 5.0])
+def test_what_was_measured_in_a_bad_moment_is_contradicted_by_a_few(times: float) -> None:
+    """And that it is so holds for every γ, not for the one that was measured alone."""
+    found = learnt((1, 4, 0.0), (1, 2, 0.0))
+    found.correct(1, 6, [(EXPECTED, times * EXPECTED)] * 6)
+    assert found.share(1, 2) == pytest.approx(times - 1, rel=0.01)
+    for _ in range(8):
+        found.observe(1, 6, EXPECTED, EXPECTED, 1.0)
+    for gamma in (2, 4, 6):
+        assert abs(found.share(1, gamma)) < 0.1
+
+
 @pytest.mark.parametrize("times", [0.3, 2.0, 5.0])
 def test_what_was_never_known_is_learnt_from_the_first_few(times: float) -> None:
     found = Overhead()
