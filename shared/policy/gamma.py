@@ -45,7 +45,7 @@ _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
 _SURE_FROM = 1.3
 _MEASURE_IF_SURE_EVERY_SECONDS = 60.0
-# And at once where rounds seem to take less than a plain step; but for this pause, which doubles as long as it seems so.
+# And at once where rounds seem to take less than a plain step; but for this pause, which doubles while it seems so.
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0

@@ -19,8 +19,8 @@ _MEASURED_STEPS = 6
 # long: what it met may have been a bad moment.
 _AGAIN_SECONDS = 1.0
 _AGAIN_STEPS = 100
-# Fewer than so many in a row, between those of other loads, say little of what they take when such a load lasts: where a
-# crowd ends its last ones are slowed down by all that ends with it.
+# Fewer than so many in a row, between those of other loads, say little of what they take while such a load lasts: where
+# a crowd ends its last ones are slowed down by all that ends with it.
 _STEPS_THAT_SETTLE = 16
 # Loads that are so many times as large, or as small, are measured together.
 _MOST_APART = 2
