@@ -70,6 +70,7 @@ ALWAYS_INLINE void fetch_first(const Team &team, const Matrix &matrix) {
 // panel. `next`: the matrix that is multiplied by after this one; null if there is none. Returns when all are done.
 template <class Finish>
 static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, const Matrix *next, Finish finish) {
+    if (num_rows == 0) return;
     RowBlocks blocks(num_rows);
     bool once = num_rows <= MOST_ROWS_OF_ONE_READING;
     int64_t panel_bytes = matrix.panel_bytes(), ahead = blocks.count == 1 ? AHEAD : panel_bytes;
