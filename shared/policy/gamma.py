@@ -22,10 +22,12 @@ from shared.policy.utilisation import Utilisation
 _BEGIN_AT = 1.08
 _STAY_AT = 1.03
 _KEEP = 1.02
-# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then. Not
-# where those that are there end too soon to tell, within so many rounds.
+# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then. Where
+# those that are there end too soon for that to be worth knowing, within so many rounds, only where it promises more by
+# the third.
 _BEGIN_UNTRIED_AT = 1.0
-_ROUNDS_THAT_TELL = 8.0
+_ROUNDS_THAT_TELL = 16.0
+_BEGIN_UNTRIED_SHORT = 1.3
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
 # A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, up to half a
@@ -305,8 +307,8 @@ class GammaController:
         catch_up = sum(self._catch_up_share(each, where) for each, where in joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
-        begin_at = self._begin_at(now.load)
-        best, best_gain = 0, _STAY_AT if self.gamma > 0 else begin_at
+        begin_at = max(self._begin_at(now.load), self._begin_at(load))
+        best, best_gain, num_rounds = 0, _STAY_AT if self.gamma > 0 else begin_at, math.inf
         for gamma in range(1, self._max_num_draft_tokens + 1):
             num_others = len(self._members) - len(rates)
             tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
@@ -315,10 +317,11 @@ class GammaController:
             gain *= self._costs.curiosity(load, gamma, self.gamma, self._busy_seconds)
             if gamma == self.gamma:
                 gain *= _KEEP
-            if self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT and num_follow < _ROUNDS_THAT_TELL * tokens:
-                gain /= _BEGIN_AT
             if gain > best_gain:
-                best, best_gain = gamma, gain
+                best, best_gain, num_rounds = gamma, gain, num_follow / tokens
+        untried = self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT
+        if untried and num_rounds < _ROUNDS_THAT_TELL and best_gain < _BEGIN_UNTRIED_SHORT:
+            best = 0
         if best > 0 and self._costs.beat_plain_steps(now.load, self._busy_seconds):
             if self._measure_if_older(now.load, self._doubt_seconds):
                 self._doubt_seconds *= 2

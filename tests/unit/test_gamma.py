@@ -299,13 +299,26 @@ def test_one_user_with_pauses_has_drafts_whatever_happens_now_and_then(seed: int
     assert min(sum(shares[i : i + 10]) for i in range(10, 80, 10)) > 7
 
 
-@pytest.mark.parametrize(("num_remaining", "begins"), [(4, False), (400, True)])
+@pytest.mark.parametrize(("num_remaining", "begins"), [(4, False), (24, False), (400, True)])
 def test_rounds_are_not_tried_where_they_end_before_they_tell(num_remaining: int, begins: bool) -> None:
     """They promise little, and were never tried."""
     found = controller(flat(0.01), flat(0.0092), Clock())
     where = Situation(1, 0, 0, 1, 64, num_remaining)
     assert 1.0 < found._costs.gain(1, 1, 1.95, 100.0, 0.0, 0.0) < 1.03
     found.choose(drafting(0.95), where)
+    assert (found.gamma > 0) == begins
+
+
+@pytest.mark.parametrize(("num_waiting", "begins"), [(0, True), (12, False)])
+def test_what_failed_for_many_is_not_tried_while_they_arrive(num_waiting: int, begins: bool) -> None:
+    """It was never tried for those that are there by now."""
+    found = controller(flat(0.05), flat(0.024), Clock())
+    trials = found._costs.trials(32)
+    for _ in range(3):
+        trials.go_on(0.0, 0.9)
+        trials.observe_round(0.0, (5, 4), 0.05, 0.1, 1.0)
+        trials.end(0.0, 0.0)
+    found.choose(drafting(0.75), situation(20, num_waiting=num_waiting))
     assert (found.gamma > 0) == begins
 
 
