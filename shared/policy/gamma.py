@@ -238,6 +238,13 @@ class GammaController:
         ):
             self._decided_at = -math.inf
 
+    def looks_at(self, received: float) -> bool:
+        """Whether anything is learnt of a plain step whose results came then: looking at each would cost steps of a
+        millisecond a percent."""
+        step = self._last_plain
+        near = step is not None and step.received < received < step.received + _PLAIN_STEPS_APART
+        return not near or self.measuring
+
     def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted, and
         brought a sequence so many tokens.
@@ -249,8 +256,8 @@ class GammaController:
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
-        if step is not None and step.received < received < step.received + _PLAIN_STEPS_APART and not self.measuring:
-            return  # looking at each would cost steps of a millisecond a percent
+        if not self.looks_at(received):
+            return
         if step is not None and received <= step.received:
             if seconds < step.seconds:
                 self._last_plain = PlainStep(step.load, seconds, step.received)

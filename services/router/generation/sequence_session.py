@@ -168,8 +168,9 @@ class SequenceSession:
         load = max(1, lane.link.num_decoding)
         entry = await lane.next()
         # A worker running ahead began this step when it ended the last, however late we come to look.
-        if self._gamma is not None and ahead and not _is_round(last.result):
-            self._gamma.observe_plain(load, entry.seconds_since(last), entry.received, len(entry.result.token_ids))
+        gamma = self._gamma
+        if gamma is not None and ahead and gamma.looks_at(entry.received) and not _is_round(last.result):
+            gamma.observe_plain(load, entry.seconds_since(last), entry.received, len(entry.result.token_ids))
         return entry
 
     async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
