@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.drafting import PREFILL_STEP_TOKENS, Drafting, Situation
 from shared.policy.interference import Interference
 from shared.policy.output_lengths import OutputLengths
+from shared.policy.overhead import nearest_power
 from shared.policy.round_costs import RoundCosts
 from shared.policy.scouting import Scouting
 from shared.policy.step_costs import StepCosts
@@ -22,12 +24,14 @@ from shared.policy.utilisation import Utilisation
 _BEGIN_AT = 1.08
 _STAY_AT = 1.03
 _KEEP = 1.02
-# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then. Where
-# those that are there end too soon for that to be worth knowing, within so many rounds, only where it promises more by
-# the third.
+# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then.
+# Where those that are there end too soon for that to be worth knowing, within so many rounds, only where it promises
+# more by the third.
 _BEGIN_UNTRIED_AT = 1.0
 _ROUNDS_THAT_TELL = 16.0
 _BEGIN_UNTRIED_SHORT = 1.3
+# But for once in so many times that it was not tried: the same load may come again and again.
+_REFUSALS = 32
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05
 # A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, up to half a
@@ -132,6 +136,8 @@ class GammaController:
         # Below, and in all that ages: seconds in which there was something to choose.
         self._busy_seconds = 0.0
         self._chosen_at = clock()
+        # By power of two of the load: how often it was not tried, as those there were to end soon.
+        self._refusals: Counter[int] = Counter()
         self._scouting = Scouting(self._costs, max_num_draft_tokens)
         self._doubt_seconds = _FIRST_DOUBT_SECONDS
 
@@ -241,9 +247,7 @@ class GammaController:
     def looks_at(self, received: float) -> bool:
         """Whether anything is learnt of a plain step whose results came then: looking at each would cost steps of a
         millisecond a percent."""
-        step = self._last_plain
-        near = step is not None and step.received < received < step.received + _PLAIN_STEPS_APART
-        return not near or self.measuring
+        return not self._is_near(received) or self._costs.plain.bring_several or self.measuring
 
     def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted, and
@@ -256,7 +260,7 @@ class GammaController:
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
-        if not self.looks_at(received):
+        if self._is_near(received) and not self.measuring:
             return
         if step is not None and received <= step.received:
             if seconds < step.seconds:
@@ -274,6 +278,11 @@ class GammaController:
         used = self.gamma if self._num_active > 0 else None
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
+
+    def _is_near(self, received: float) -> bool:
+        """Whether that is soon behind the plain step looked at last."""
+        step = self._last_plain
+        return step is not None and step.received < received < step.received + _PLAIN_STEPS_APART
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""
@@ -327,8 +336,10 @@ class GammaController:
             if gain > best_gain:
                 best, best_gain, num_rounds = gamma, gain, num_follow / tokens
         untried = self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT
-        if untried and num_rounds < _ROUNDS_THAT_TELL and best_gain < _BEGIN_UNTRIED_SHORT:
-            best = 0
+        if untried and best > 0 and num_rounds < _ROUNDS_THAT_TELL and best_gain < _BEGIN_UNTRIED_SHORT:
+            self._refusals[nearest_power(now.load)] += 1
+            if self._refusals[nearest_power(now.load)] < _REFUSALS:
+                best = 0
         if best > 0 and self._costs.beat_plain_steps(now.load, self._busy_seconds):
             if self._measure_if_older(now.load, self._doubt_seconds):
                 self._doubt_seconds *= 2
@@ -342,7 +353,7 @@ class GammaController:
             unknown = not sure and trials.is_forgotten(self._busy_seconds)
             if not trials.running and (unknown or not self._costs.plain.is_settled(now.load)):
                 first_rounds = _ROUNDS_BEFORE_MEASURED * self._costs.expected(now.load, best)
-                self._costs.plain.grow_older(now.load, every - first_rounds)
+                self._costs.plain.measure_soon(now.load, every, first_rounds)
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
             return self.gamma  # maybe everything takes longer now
         return best

@@ -80,6 +80,8 @@ class Overhead:
         self._common: dict[int, _Estimate] = {}
         self._own: dict[tuple[int, int], _Estimate] = {}
         self._runs: dict[tuple[int, int], _Run] = {}
+        # Where a measurement on purpose said something quite different, and not enough since.
+        self._surprised: set[int] = set()
 
     def share(self, load: int, gamma: int) -> float:
         """What was learnt for this load, else for the nearest, and for this γ; 0 before anything was."""
@@ -112,8 +114,15 @@ class Overhead:
         common, own = self._estimates(load, gamma)
         self._forget_others(bucket, gamma, weight)
         error = math.log(seconds / expected) - common.value - own.value
+        known_from_others = common.count >= _NUM_FEW
+        if bucket in self._surprised:  # by what was seen since
+            known_from_others = any(
+                each.num_recent >= _NUM_KNOWN and (its_bucket, its_gamma) != (bucket, gamma)
+                for (its_bucket, its_gamma), each in self._own.items()
+                if its_bucket == bucket
+            )
         # Of a γ that is new beside others the first measurements say what is its own.
-        new_beside_others = common.count >= _NUM_FEW > own.num_recent
+        new_beside_others = known_from_others and own.num_recent < _NUM_FEW
         if common.count < _NUM_FEW or new_beside_others:
             run = self._runs.setdefault((bucket, gamma), _Run())
             run.add(error, weight)
@@ -122,6 +131,8 @@ class Overhead:
                 del self._runs[bucket, gamma]
                 return None
         known = common.count >= _NUM_FEW
+        if known:
+            self._surprised.discard(bucket)
         before = common.value
         error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
         if new_beside_others:
@@ -146,6 +157,12 @@ class Overhead:
         common.value = before + share * error
         # Nothing but this speaks for something quite different, and what speaks against it now is no accident either.
         common.count = _NUM_KNOWN if surprised else max(common.count, _NUM_FEW)
+        bucket = nearest_power(load)
+        if surprised:
+            self._surprised.add(bucket)
+            for (its_bucket, _), own in self._own.items():
+                if its_bucket == bucket:
+                    own.num_recent = 0.0
 
     def rescale(self, load: int, factor: float) -> None:
         """What is expected at this load is from now on so many times less, and what was learnt as much more."""

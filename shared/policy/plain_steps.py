@@ -50,8 +50,10 @@ class PlainSteps:
         self._measured: list[tuple[float, float]] = []
         self._too_fast: list[float] = []
         self._followed: dict[int, float] = {}  # by power of two of the load
-        # How soon those of a load are measured again, as long as that is sooner than whoever asks would.
+        # How soon those of a load are measured again, as long as that is sooner than whoever asks would; and where the
+        # latest measurement was a surprise.
         self._again: dict[int, float] = {}
+        self._surprised: set[int] = set()
         # By the same: whether enough were seen in a row; and of which there were how many last.
         self._settled: dict[int, bool] = {}
         self._run: tuple[int, int] = 0, 0
@@ -73,6 +75,11 @@ class PlainSteps:
         """What one brings a sequence: more than one token where the target drafts itself."""
         return self._tokens.get(nearest_power(load), 1.0)
 
+    @property
+    def bring_several(self) -> bool:
+        """Whether they were ever seen to bring more than one token."""
+        return bool(self._tokens)
+
     def observe_tokens(self, load: int, num_tokens: int) -> None:
         """One brought a sequence so many."""
         if num_tokens <= 1 and not self._tokens:
@@ -91,7 +98,7 @@ class PlainSteps:
         bucket = nearest_power(load)
         if not at_once:
             self._seen_at.setdefault(bucket, busy)
-        if busy - self._seen_at.get(bucket, -math.inf) <= min(seconds, self._again.get(bucket, math.inf)):
+        if busy - self._seen_at.get(bucket, -math.inf) <= self._due(bucket, seconds):
             return False
         self._num_to_measure, self._measured, self._measured_from = _MEASURED_STEPS, [], measured_from
         self._measured_load = load
@@ -106,9 +113,11 @@ class PlainSteps:
         """Those whose steps were to be measured are gone."""
         self._num_to_measure = 0
 
-    def grow_older(self, load: int, seconds: float) -> None:
-        """What was seen counts as so much older."""
-        self._seen_at[nearest_power(load)] -= seconds
+    def measure_soon(self, load: int, seconds: float, rest: float) -> None:
+        """What was seen, which would be measured again after so many `seconds`, counts as so old that only the `rest`
+        of them is left."""
+        bucket = nearest_power(load)
+        self._seen_at[bucket] -= max(0.0, self._due(bucket, seconds) - rest)
 
     def follow(self, load: int, change: float) -> None:
         """The rounds that go on at this load, each of which holds a plain step, take longer by that (a logarithm)."""
@@ -120,11 +129,14 @@ class PlainSteps:
 
     def observe(self, load: int, seconds: float, now: float, busy: float) -> bool:
         """One of `load` sequences took that long; told once. Returns whether that ends a measurement."""
+        if self.measuring and now - seconds < self._measured_from:
+            return False
         if self.measuring and not 1 / _MOST_APART <= load / self._measured_load <= _MOST_APART:
             self.give_up_measuring()  # what was to be known of another load is of no use now
             return True
         self._seen_at[nearest_power(load)] = busy
-        self._note_run(nearest_power(load))
+        if not self.measuring:
+            self._note_run(nearest_power(load))
         expected = self._target.seconds(load)
         if self._too_fast or seconds < _LEAST_SHARE * self.seconds(load):
             self._too_fast.append(seconds)
@@ -136,8 +148,6 @@ class PlainSteps:
             self._followed.pop(nearest_power(load), None)
             self._overhead.observe(load, 0, expected, seconds, 1.0)
             return False
-        if now - seconds < self._measured_from:
-            return False
         self._measured.append((expected, seconds))
         self._num_to_measure -= 1
         if self.measuring:
@@ -147,14 +157,20 @@ class PlainSteps:
         if len(self._measured) == _MEASURED_STEPS and surprised:
             self._num_to_measure = _MEASURED_STEPS
             return False
-        if surprised:
-            self._again[bucket] = max(_AGAIN_SECONDS, _AGAIN_STEPS * self._measured[-1][1])
+        if surprised and bucket not in self._surprised:
+            self._again[bucket] = max(_AGAIN_SECONDS, _AGAIN_STEPS * expected)
         elif bucket in self._again:
             self._again[bucket] *= 2
-        self._settled[bucket] = True
+        (self._surprised.add if surprised else self._surprised.discard)(bucket)
+        self._settled[bucket] = self._settled[nearest_power(self._measured_load)] = True
+        self._run = bucket, _STEPS_THAT_SETTLE
         self._overhead.correct(load, 0, self._measured)
         self._followed.pop(bucket, None)
         return True
+
+    def _due(self, bucket: int, seconds: float) -> float:
+        """After how long those of a load are measured again, for who would after so many seconds."""
+        return min(seconds, self._again.get(bucket, math.inf))
 
     def _note_run(self, bucket: int) -> None:
         before, num = self._run

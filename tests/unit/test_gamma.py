@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from shared.policy.acceptance import Acceptance
+from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.drafting import Drafting, Situation
 from shared.policy.gamma import GammaController
 from shared.policy.step_costs import StepCosts
@@ -525,6 +525,73 @@ def test_plain_steps_of_a_crowds_end_do_not_make_one_sequence_draft_for_long() -
     assert drafted[0]
     assert sum(drafted) <= 30
     assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_step_of_the_crowd_before_does_not_end_the_measurement_of_one_sequence() -> None:
+    """The last plain step that was looked at is heard of when the next one is: long after, if there were rounds."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.01), clock)
+    for _ in range(20):
+        for load in (1, 1, 8, 8, 8):
+            clock.now += 0.12
+            found.observe_plain(load, 0.12, clock.now)
+    sequence = drafting(0.75)
+    for _ in range(120):
+        gamma = found.choose(sequence, situation())
+        took = 0.15 + gamma * 0.01 if gamma else 0.05
+        clock.now += took
+        if gamma:
+            found.observe_round(1, gamma, 1, took)
+        else:
+            found.observe_plain(1, took, clock.now)
+    assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.05)
+
+
+def test_where_the_load_changes_to_and_fro_what_was_measured_stays_known() -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.001), clock)
+    sequences = [drafting(0.9) for _ in range(6)]
+    num_plain = num_all = 0
+    while clock.now < 1100:
+        load = 5 + int(clock.now) % 2
+        gammas = [found.choose(each, situation(load)) for each in sequences[:load]]
+        gamma = max(gammas)
+        took = 0.05 + gamma * 0.001
+        clock.now += took
+        for each in gammas:
+            if each:
+                found.observe_round(load, each, 1, took)
+            else:
+                found.observe_plain(load, took, clock.now)
+        num_all += 1
+        num_plain += gamma == 0
+    assert num_plain < 0.05 * num_all
+
+
+def test_who_has_short_replies_is_tried_with_too_after_some_of_them() -> None:
+    """Drafting would bring an eighth more, and each reply is over before that were known."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.025), clock)
+    shares = []
+    for _ in range(80):
+        sequence = Drafting(found.acceptance, in_shadow=True)
+        sequence.acceptance = at(0.7)
+        num_output, drafted = 1.0, 0.0
+        while num_output < 24:
+            where = Situation(1, 0, 0, 1, int(num_output), 24 - int(num_output))
+            gamma = found.choose(sequence, where)
+            took, tokens = 0.05 + gamma * 0.025, expected_tokens(0.7, gamma)
+            clock.now += took
+            if gamma:
+                found.observe_round(1, gamma, 1, took)
+            else:
+                found.observe_plain(1, took, clock.now)
+            num_output += tokens
+            drafted += tokens if gamma else 0.0
+        found.leave(sequence, 24)
+        shares.append(drafted / 24)
+    assert shares[0] == 0.0
+    assert sum(shares[-20:]) > 15
 
 
 def test_a_measurement_in_a_bad_moment_is_made_again_soon_and_then_ever_more_rarely() -> None:

@@ -66,6 +66,17 @@ def test_what_was_measured_in_a_bad_moment_is_contradicted_by_a_few(times: float
         assert abs(found.share(1, gamma)) < 0.1
 
 
+def test_behind_a_bad_moment_what_is_one_gammas_own_is_not_taken_for_everybodys() -> None:
+    found = learnt((1, 4, 0.0))
+    found.correct(1, 4, [(EXPECTED, 3 * EXPECTED)] * 6)
+    for _ in range(8):
+        found.observe(1, 4, EXPECTED, EXPECTED, 1.0)
+    for _ in range(8):
+        found.observe(1, 5, EXPECTED, 2 * EXPECTED, 1.0)
+    assert abs(found.share(1, 4)) < 0.1
+    assert found.share(1, 5) == pytest.approx(1.0, abs=0.2)
+
+
 @pytest.mark.parametrize("times", [0.3, 2.0, 5.0])
 def test_what_was_never_known_is_learnt_from_the_first_few(times: float) -> None:
     found = Overhead()

@@ -59,6 +59,9 @@ static void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, co
 // So many bytes of the next matrix are asked for while the last panels of one, and what comes between them, are computed.
 constexpr int64_t FIRST_BYTES = 65536;
 
+// The largest panel of which two, and the rows that they are multiplied by, are sure to be in the second cache together.
+constexpr int64_t MOST_BYTES_AHEAD = 262144;
+
 // Asks for what this thread will need first of a matrix.
 ALWAYS_INLINE void fetch_first(const Team &team, const Matrix &matrix) {
     int64_t first = team.first_part(matrix.num_panels()) * matrix.panel_bytes(), left = matrix.num_bytes() - first;
@@ -73,8 +76,10 @@ static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_
     if (num_rows == 0) return;
     RowBlocks blocks(num_rows);
     bool once = num_rows <= MOST_ROWS_OF_ONE_READING;
-    int64_t panel_bytes = matrix.panel_bytes(), ahead = blocks.count == 1 ? AHEAD : panel_bytes;
-    int64_t step = (panel_bytes / num_units<bf16>(matrix.in) + blocks.count - 1) / blocks.count;
+    int64_t panel_bytes = matrix.panel_bytes(), unit_bytes = panel_bytes / num_units<bf16>(matrix.in);
+    // Of how many blocks of rows each asks for its share of the next panel, where the cache has room for two.
+    int64_t shares = panel_bytes <= MOST_BYTES_AHEAD ? blocks.count : 1;
+    int64_t ahead = shares == 1 ? AHEAD : panel_bytes, step = (unit_bytes + shares - 1) / shares;
     team.share(matrix.num_panels(), [&](int64_t p, int64_t following) {
         const char *whole = static_cast<const char *>(matrix.weight) + p * panel_bytes;
         alignas(64) float tile[MOST_ROWS * PANEL];
@@ -83,9 +88,9 @@ static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_
             int64_t first = blocks.first(b), rows = blocks.first(b + 1) - first;
             auto multiply_by = [&](auto *panel) {
                 const Input *block = inputs.row(first);
-                Ahead later{whole + ahead + b * panel_bytes / blocks.count, step};
+                Ahead later{whole + ahead + (shares > 1 ? b * panel_bytes / shares : 0), step};
                 if (once) multiply_panel<Source::MEMORY_ONCE>(matrix, p, rows, block, inputs.stride, panel, tile, later);
-                else if (blocks.count == 1 || following >= 0)
+                else if (shares == 1 || following >= 0)
                     multiply_panel<Source::MEMORY>(matrix, p, rows, block, inputs.stride, panel, tile, later);
                 else multiply_panel<Source::CACHE>(matrix, p, rows, block, inputs.stride, panel, tile, later);
             };
