@@ -28,8 +28,8 @@ class Row:
     repeats. `fixed`: tokens a second by fixed γ, `best_fixed_gamma` the fastest of them; empty and None where
     only the adaptive γ was measured. `mean_gamma`: draft tokens a round that drafted; `acceptance_rate`:
     α; both None if nothing was ever drafted. `drafted_share`: the part of the output that the draft
-    proposed. Times to first token are over the streams of all repeats, but `ttft_ratio` is, as every
-    ratio, the median of those of each repeat.
+    proposed. Times to first token are medians over loads, each of which counts as the median of its streams; but
+    `ttft_ratio` is, as every ratio, the median of those of each repeat.
     """
 
     streams: int
@@ -177,8 +177,12 @@ def _median_known(values: Sequence[float | None]) -> float | None:
 
 
 def _median_ttft(loads: Iterable[LoadResult]) -> float:
-    """Over all their streams."""
-    return median(seconds for load in loads for seconds in load.ttft_seconds)
+    """Over loads, of each the median of its streams.
+
+    Not of all streams together: those of a burst get their first tokens by the step, four at a time, and among those of
+    several loads the middle is the end of one step or of the next, as it happens.
+    """
+    return median(median(load.ttft_seconds) for load in loads)
 
 
 def _speeds(summary: Summary) -> Table:

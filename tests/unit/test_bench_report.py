@@ -147,13 +147,23 @@ def test_without_a_draft_there_is_no_acceptance_rate() -> None:
     assert (row.mean_gamma, row.acceptance_rate, row.drafted_share) == (None, None, 0.0)
 
 
-def test_ttft_is_the_median_over_all_streams() -> None:
+def test_ttft_of_bursts_does_not_depend_on_how_they_are_put_together() -> None:
+    """Of each burst half the streams are in the second step and half in the third: the middle is between them."""
+    bursts = [[1.0, 2.0 + late, 3.0 + late, 4.0] for late in (0.0, 0.01, 0.02)]
+    loads = [load(1.0, speculation=speculation, ttft=ttft) for speculation in (False, True) for ttft in bursts]
+    loads.append(load(1.0, speculation=True, ttft=[1.0, 2.9, 3.9, 4.0]))
+    (row,) = summarize(result([(1.0, loads)]), [1]).rows
+    assert row.off_ttft_seconds == pytest.approx(2.51)
+    assert row.on_ttft_seconds == pytest.approx(2.515), "one that came late moves it little"
+
+
+def test_ttft_is_the_median_over_all_loads() -> None:
     repeats = [
         (1.0, [load(1.0, speculation=False, ttft=[0.1, 0.9]), load(1.0, speculation=True, ttft=[0.2, 0.3])]),
         (1.0, [load(1.0, speculation=False, ttft=[0.4, 0.5]), load(1.0, speculation=True, ttft=[0.4, 9.0])]),
     ]
     (row,) = summarize(result(repeats), [1]).rows
-    assert [row.off_ttft_seconds, row.on_ttft_seconds] == pytest.approx([0.45, 0.35])
+    assert [row.off_ttft_seconds, row.on_ttft_seconds] == pytest.approx([0.475, 2.475])
 
 
 def test_the_ratio_of_ttfts_is_the_median_of_each_repeats_own() -> None:
