@@ -43,6 +43,15 @@ def controller(target: StepCosts, draft: StepCosts, clock: Clock, most: int = MA
     return found
 
 
+def pass_one(found: GammaController, clock: Clock, gamma: int, took: float) -> None:
+    """A single sequence has a round of γ draft tokens, or with none a plain step, that takes so long."""
+    clock.now += took
+    if gamma:
+        found.observe_round(1, gamma, 1, took)
+    else:
+        found.observe_plain(1, took, clock.now)
+
+
 def at(rate: float) -> Acceptance:
     """An acceptance rate of which much has been seen."""
     found = Acceptance()
@@ -515,12 +524,7 @@ def test_plain_steps_of_a_crowds_end_do_not_make_one_sequence_draft_for_long() -
     drafted = []
     for _ in range(100):
         gamma = found.choose(sequence, situation())
-        took = 0.15 + gamma * 0.01 if gamma else 0.05
-        clock.now += took
-        if gamma:
-            found.observe_round(1, gamma, 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, 0.15 + gamma * 0.01 if gamma else 0.05)
         drafted.append(gamma > 0)
     assert drafted[0]
     assert sum(drafted) <= 30
@@ -538,12 +542,7 @@ def test_a_step_of_the_crowd_before_does_not_end_the_measurement_of_one_sequence
     sequence = drafting(0.75)
     for _ in range(120):
         gamma = found.choose(sequence, situation())
-        took = 0.15 + gamma * 0.01 if gamma else 0.05
-        clock.now += took
-        if gamma:
-            found.observe_round(1, gamma, 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, 0.15 + gamma * 0.01 if gamma else 0.05)
     assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.05)
 
 
@@ -607,11 +606,7 @@ def test_a_measurement_in_a_bad_moment_is_made_again_soon_and_then_ever_more_rar
             if len(measured_at) == 2:
                 bad_until = clock.now + 3
         took = 0.15 + gamma * 0.01 if gamma else 0.125 if clock.now < bad_until else 0.05
-        clock.now += took
-        if gamma:
-            found.observe_round(1, gamma, 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, took)
     pauses = [later - earlier for earlier, later in pairwise(measured_at)]
     assert pauses[0] > 55
     assert pauses[1] < 20, "soon"
