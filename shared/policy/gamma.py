@@ -30,7 +30,7 @@ _KEEP = 1.02
 _BEGIN_UNTRIED_AT = 1.0
 _ROUNDS_THAT_TELL = 16.0
 _BEGIN_UNTRIED_SHORT = 1.3
-# But for once in so many times that it was not tried: the same load may come again and again.
+# Or once it was not tried so many times for that: the same load may come again and again.
 _REFUSALS = 32
 # And begins at so much more for each time in a row that it was in vain, four at most.
 _MORE_BY_FAILURE = 0.05

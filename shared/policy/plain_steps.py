@@ -54,8 +54,8 @@ class PlainSteps:
         # latest measurement was a surprise.
         self._again: dict[int, float] = {}
         self._surprised: set[int] = set()
-        # By the same: whether enough were seen in a row; and of which there were how many last.
-        self._settled: dict[int, bool] = {}
+        # By the same: of which too few were seen in a row; and of which there were how many last.
+        self._unsettled: set[int] = set()
         self._run: tuple[int, int] = 0, 0
         # What they bring a sequence, likewise, where that was ever more than one.
         self._tokens: dict[int, float] = {}
@@ -107,7 +107,7 @@ class PlainSteps:
 
     def is_settled(self, load: int) -> bool:
         """Whether what they take is not only known from the ends of other loads."""
-        return self._settled.get(nearest_power(load), True)
+        return nearest_power(load) not in self._unsettled
 
     def give_up_measuring(self) -> None:
         """Those whose steps were to be measured are gone."""
@@ -162,7 +162,7 @@ class PlainSteps:
         elif bucket in self._again:
             self._again[bucket] *= 2
         (self._surprised.add if surprised else self._surprised.discard)(bucket)
-        self._settled[bucket] = self._settled[nearest_power(self._measured_load)] = True
+        self._unsettled -= {bucket, nearest_power(self._measured_load)}
         self._run = bucket, _STEPS_THAT_SETTLE
         self._overhead.correct(load, 0, self._measured)
         self._followed.pop(bucket, None)
@@ -178,8 +178,8 @@ class PlainSteps:
             num += 1
         else:
             if 0 < num < _STEPS_THAT_SETTLE:
-                self._settled[before] = False
+                self._unsettled.add(before)
             num = 1
         self._run = bucket, num
         if num >= _STEPS_THAT_SETTLE:
-            self._settled[bucket] = True
+            self._unsettled.discard(bucket)

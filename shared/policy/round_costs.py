@@ -16,7 +16,7 @@ from shared.policy.trials import Trials
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
-# A step is no round's if rounds seem to take less than this share of the plain step that each of them holds.
+# Rounds that seem to take less than this share of a plain step, which each of them holds, are not believed.
 _IMPOSSIBLE_SHARE = 0.9
 
 
