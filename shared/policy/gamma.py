@@ -55,8 +55,9 @@ _MEASURE_IF_SURE_EVERY_SECONDS = 60.0
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
-# Else one plain step in so many seconds is looked at.
+# Else one plain step in so many seconds is looked at, by so many of its sequences.
 _PLAIN_STEPS_APART = 0.01
+_LOOKS = 4
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
 # After a longer time with nobody, in seconds and in plain steps, whoever comes then is another load: what was chosen
@@ -121,6 +122,7 @@ class GammaController:
         self._shadow_scout: Drafting | None = None
         # The plain step whose results came last: when, among how many sequences, and the least it took for any.
         self._last_plain: PlainStep | None = None
+        self._num_looks = 0
         self._utilisation = Utilisation(clock())
         # The same of the time in which there are more of them than a step holds.
         self._prefill_bound = Utilisation(clock())
@@ -245,9 +247,9 @@ class GammaController:
             self._decided_at = -math.inf
 
     def looks_at(self, received: float) -> bool:
-        """Whether anything is learnt of a plain step whose results came then: looking at each would cost steps of a
-        millisecond a percent."""
-        return not self._is_near(received) or self._costs.plain.bring_several or self.measuring
+        """Whether anything is learnt of a plain step whose results came then: looking at each result of each would cost
+        steps of milliseconds percents."""
+        return self._costs.plain.bring_several or self._times(received)
 
     def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted, and
@@ -260,13 +262,14 @@ class GammaController:
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         step = self._last_plain
-        if self._is_near(received) and not self.measuring:
+        if not self._times(received):
             return
         if step is not None and received <= step.received:
+            self._num_looks += 1
             if seconds < step.seconds:
                 self._last_plain = PlainStep(step.load, seconds, step.received)
             return
-        self._last_plain = PlainStep(load, seconds, received)
+        self._last_plain, self._num_looks = PlainStep(load, seconds, received), 1
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
             self._interference.go_on(received)
         if step is None:
@@ -279,10 +282,14 @@ class GammaController:
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
-    def _is_near(self, received: float) -> bool:
-        """Whether that is soon behind the plain step looked at last."""
+    def _times(self, received: float) -> bool:
+        """Whether one more result that came then is of use for what plain steps take."""
         step = self._last_plain
-        return step is not None and step.received < received < step.received + _PLAIN_STEPS_APART
+        if step is None or self.measuring:
+            return True
+        if received == step.received:
+            return self._num_looks < _LOOKS
+        return not step.received < received < step.received + _PLAIN_STEPS_APART
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""

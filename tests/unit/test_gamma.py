@@ -510,6 +510,23 @@ def test_however_sure_drafting_seems_plain_steps_are_measured_once_a_minute() ->
     assert all(55 < later - earlier < 65 for earlier, later in pairwise(measured_at))
 
 
+def test_a_plain_step_is_looked_at_by_a_few_of_its_sequences_and_the_next_ones_by_nobody() -> None:
+    """Each costs the router time. Of those few, whoever was not in the step before says what it waited as well."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.01), clock)
+    num_looked = []
+    for _ in range(90):
+        clock.now += 0.004
+        looked = 0
+        for place in range(32):
+            if found.looks_at(clock.now):
+                looked += 1
+                found.observe_plain(32, 0.03 if place == 0 else 0.004, clock.now)
+        num_looked.append(looked)
+    assert num_looked == [4, 0, 0] * 30
+    assert found.plain_seconds(32) == pytest.approx(0.004, rel=0.1)
+
+
 def test_plain_steps_of_a_crowds_end_do_not_make_one_sequence_draft_for_long() -> None:
     """They took more than twice as long as one alone does, beside all that ended then. Rounds, whose messages take
     longer than a step, seem to bring twice what plain decoding does, and nothing about them contradicts that."""
