@@ -10,7 +10,7 @@ from shared.drafting.copied_draft import CopiedDraft
 from shared.drafting.merged_draft import MergedDraft
 from shared.drafting.tree_draft import TreeDraft
 from shared.engine.sequence import Sequence
-from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.acceptance import Acceptance, expected_tokens, outcome_of_likeliest
 from shared.policy.calibration import Calibration
 from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
@@ -42,7 +42,8 @@ class Drafter:
     def commit(self, base_length: int, token_ids: Tokens[int]) -> None:
         """Takes note of committed tokens; draws that continue them survive, and of a tree the KV of what agrees."""
         if self.answered:
-            self.acceptance.observe(max(self.answered.depths), self.answered.num_agreeing(token_ids))
+            path = self.answered.path(token_ids)
+            self.acceptance.observe_each(*outcome_of_likeliest(self.answered.followed_rows(), path))
             if self.tree is not None:
                 self._own_draft(self.tree).settle(self.answered, token_ids)
             self.answered = EMPTY_PROPOSAL

@@ -221,6 +221,7 @@ async def serve(settings: RouterSettings) -> None:
         settings.drafts,
         tokenizer_fingerprint(settings.tokenizer),
         settings.max_num_draft_tokens,
+        settings.max_num_nodes,
         settings.redis_at(settings.redis_url),
         settings.deployment,
         settings.redis_at(settings.prefix_store),

@@ -72,6 +72,9 @@ class RouterSettings(ServiceSettings):
     max_num_draft_tokens: int = Field(
         default=8, ge=0, le=16, description="Most draft tokens in a round of adaptive length, 0 to 16."
     )
+    max_num_nodes: int = Field(
+        default=16, ge=0, le=64, description="Most draft tokens of a tree of adaptive shape, 0 to 64; 0: chains alone."
+    )
     failover_seconds: float = Field(
         default=60.0, ge=0, description="How long a stream waits for a target worker to come back."
     )

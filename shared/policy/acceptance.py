@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 # Before anything was drafted.
 _PRIOR_RATE = 0.7
@@ -39,14 +40,33 @@ class Acceptance:
 
     def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One round's outcome. Draft tokens behind the first rejected one say nothing."""
+        self.observe_each(min(num_accepted + 1, num_draft_tokens), num_accepted)
+
+    def observe_each(self, num_examined: int, num_accepted: int) -> None:
+        """So many draft tokens' turn came, and so many were kept, or would have been."""
         self._num_accepted += num_accepted
-        self._num_examined += min(num_accepted + 1, num_draft_tokens)
+        self._num_examined += num_examined
         if self._num_examined > _MEMORY_TOKENS:
             scale = _MEMORY_TOKENS / self._num_examined
             self._num_accepted *= scale
             self._num_examined *= scale
         if self._prior is not None:
-            self._prior.observe(num_draft_tokens, num_accepted)
+            self._prior.observe_each(num_examined, num_accepted)
+
+
+def outcome_of_likeliest(followed_rows: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
+    """What would have become of a chain in place of a tree whose nodes of `path` were accepted: how many of its tokens'
+    turn would have come, and how many would have been kept.
+
+    Node i follows row `followed_rows[i]` (see `Proposal`); of those that follow the same the first is the likeliest,
+    which a chain has. Behind a node that none follows nothing is known.
+    """
+    likeliest: dict[int, int] = {}
+    for node, row in enumerate(followed_rows):
+        likeliest.setdefault(row, node)
+    rows = [0, *(node + 1 for node in path)]
+    num_kept = sum(likeliest[row] == node for row, node in zip(rows, path, strict=False))
+    return len(path) + (rows[-1] in likeliest), num_kept
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shared.policy.acceptance import Acceptance
+from shared.policy.acceptance import Acceptance, outcome_of_likeliest
+from shared.policy.shape import Shape
+from shared.policy.trees import Trees
 
 # Prompt tokens in a step where there are more than enough of them.
 PREFILL_STEP_TOKENS = 512
@@ -34,20 +37,37 @@ class Situation(NamedTuple):
 class Drafting:
     """What the controller keeps of one sequence: its acceptance, whether it drafts, and where it stands.
 
-    One that is `in_shadow` scouts while it decodes plainly: `num_scouting_rounds` of `num_scouting_tokens` each are
-    for its owner to make and observe. Another one scouts with rounds.
+    One that is `coupled`, whose drafter foresees the target's own draws, may have trees drafted (of `num_nodes` tokens;
+    0: a chain), and scouts in the shadow of plain decoding: `num_scouting_rounds` of `num_scouting_tokens` each are for
+    its owner to make and observe. Another one scouts with rounds.
     """
 
-    def __init__(self, prior: Acceptance | None = None, in_shadow: bool = False) -> None:
+    def __init__(self, prior: Acceptance | None = None, coupled: bool = False) -> None:
         self.acceptance = Acceptance(prior)
-        self.in_shadow = in_shadow
+        self.coupled = coupled
+        self.num_nodes = 0
         self.active = False
         self.catch_up = 0.0
         self.num_scouting_rounds = 0
         self.num_scouting_tokens = 0
         self.situation: Situation | None = None
 
+    def observe_tree(
+        self, followed_rows: Sequence[int], path: Sequence[int], asked: Shape, ended: bool, trees: Trees | None
+    ) -> None:
+        """Of what was proposed, asked for a tree of that shape, the nodes of `path` were accepted, and with the last of
+        them the sequence `ended`. `followed_rows`: see `outcome_of_likeliest`, as what is learnt of chains is that."""
+        num_examined, num_kept = outcome_of_likeliest(followed_rows, path)
+        num_looked_for = min(len(path) + 1, asked.num_draft_tokens)
+        if ended:
+            num_examined = num_looked_for = len(path)
+        elif num_examined < num_looked_for and len(followed_rows) < asked.num_nodes:
+            num_examined += 1  # what the drafter left out is none that would have been accepted
+        if trees is not None:
+            trees.observe(self.acceptance.rate, asked, num_looked_for, num_looked_for - len(path))
+        self.acceptance.observe_each(num_examined, num_kept)
+
     def observe_in_shadow(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """A scouting round of one that is `in_shadow` had this outcome."""
+        """A scouting round in the shadow of plain decoding had this outcome."""
         self.acceptance.observe(num_draft_tokens, num_accepted)
         self.num_scouting_rounds = max(0, self.num_scouting_rounds - 1)

@@ -15,7 +15,9 @@ from shared.policy.output_lengths import OutputLengths
 from shared.policy.overhead import nearest_power
 from shared.policy.round_costs import RoundCosts
 from shared.policy.scouting import Scouting
+from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
+from shared.policy.trees import Trees
 from shared.policy.utilisation import Utilisation
 
 # Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
@@ -82,16 +84,17 @@ class PlainStep(NamedTuple):
 
 
 class GammaController:
-    """Chooses γ for the sequences of one target worker and the drafter.
+    """Chooses γ, and whether in trees, for the sequences of one target worker and the drafter.
 
-    The sequences of a worker share its steps, so one γ is chosen for all of them. Drafting gains
+    The sequences of a worker share its steps, so one shape is chosen for all of them. Drafting gains
 
         P m / S / (C + R m / E)
 
     over plain decoding, where m tokens are expected to follow, a plain step takes P and brings S, and a round takes R
-    (see `RoundCosts`), E is the mean of expected_tokens(α, γ) over the sequences and C what the drafter needs to catch
-    up with them. The γ of most gain wins; 0 unless that is clearly above 1. A sequence joins in when that saves it more
-    than its own catching up costs everybody.
+    (see `RoundCosts`), E is the mean of expected_tokens(α, γ) over the sequences, with trees' α (see `Trees`) for those
+    that may have some, and C what the drafter needs to catch up with them. The shape of most gain wins; plain decoding
+    unless that is clearly above 1. A sequence joins in when that saves it more than its own catching up costs
+    everybody.
 
     While prompts fill the steps they take much the same time whatever is drafted, but every draft token takes a
     prompt token's place: so they draft as far as each draft token, α^i, is kept more likely than not. Where nobody
@@ -109,9 +112,12 @@ class GammaController:
         draft: StepCosts,
         max_num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        max_num_nodes: int = 0,
     ) -> None:
+        """`max_num_nodes`: of trees; 0 for chains alone."""
         self.acceptance = Acceptance()
-        self.gamma = 0
+        self.trees = Trees(max_num_nodes)
+        self.shape = PLAIN
         self._costs = RoundCosts(target, draft)
         self._max_num_draft_tokens = max_num_draft_tokens
         self._clock = clock
@@ -144,7 +150,8 @@ class GammaController:
         self._doubt_seconds = _FIRST_DOUBT_SECONDS
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
-        """Draft tokens for the sequence's next round; 0: plain decoding."""
+        """Draft tokens for the sequence's next round, in a tree of its `num_nodes` if that is more; 0: plain
+        decoding."""
         now = self._clock()
         longest = min(_LONGEST_PAUSE_STEPS * self._costs.target.seconds(situation.load), _LONGEST_PAUSE)
         self._busy_seconds += min(now - self._chosen_at, longest)
@@ -153,7 +160,7 @@ class GammaController:
             if now - self._chosen_at > max(_NEW_BEGINNING_SECONDS, plain_steps):
                 self._begin_anew()
         self._chosen_at = now
-        sequence.situation = situation
+        sequence.situation, sequence.num_nodes = situation, 0
         self._members[sequence] = None
         self._utilisation.observe(situation.num_waiting > 0, now)
         self._prefill_bound.observe(situation.prefill_bound, now)
@@ -164,11 +171,11 @@ class GammaController:
         if not self._decision_stands(situation.load, now):
             self._decided_at, self._decided_load = now, situation.load
             self._decided_for = situation.load + situation.num_waiting
-            self.gamma = self._best_for_all(situation)
+            self.shape = self._best_for_all(situation)
             self._costs.note_trial(situation.load, self.gamma > 0, self._best_gain, self._busy_seconds)
             if self.gamma > 0:
                 self._scouting.paid()
-            self._rest = _REST_ROUNDS * self._costs.expected(situation.load, self.gamma)
+            self._rest = _REST_ROUNDS * self._costs.expected(situation.load, self.shape)
             if not self._costs.trials(situation.load).young:
                 for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
                 self._rest = max(self._rest, _LEAST_REST_SECONDS, for_all)
@@ -177,13 +184,16 @@ class GammaController:
             return 0
         if self.gamma > 0:
             sequence.num_scouting_rounds = 0
-            if not sequence.active and self._joins(situation, situation, sequence.acceptance.rate, self.gamma):
+            tokens = self._tokens(self.shape, sequence.acceptance.rate, sequence.coupled)
+            if not sequence.active and self._joins(situation, situation, tokens):
                 self._activate(sequence, situation)
+            if sequence.coupled and self.shape.is_tree:
+                sequence.num_nodes = self.shape.num_nodes
             return self.gamma if sequence.active else 0
         if sequence.num_scouting_rounds == 0:
             self._deactivate(sequence)
             self._scout(sequence, situation)
-        if sequence.num_scouting_rounds == 0 or sequence.in_shadow:
+        if sequence.num_scouting_rounds == 0 or sequence.coupled:
             return 0
         sequence.num_scouting_rounds -= 1
         return sequence.num_scouting_tokens
@@ -198,6 +208,11 @@ class GammaController:
             self._shadow_scout = None
         if num_output_tokens is not None:
             self._outputs.observe(num_output_tokens)
+
+    @property
+    def gamma(self) -> int:
+        """Steps of the drafter in a round of everybody; 0: plain decoding."""
+        return self.shape.num_draft_tokens
 
     @property
     def declines(self) -> bool:
@@ -217,20 +232,20 @@ class GammaController:
         """What a plain decode step takes: P."""
         return self._costs.plain.seconds(load)
 
-    def least_likelihood(self, load: int, num_draft_tokens: int) -> float:
-        """How likely a draft token must be to be accepted so as to pay for its row of verification."""
-        return self._costs.least_likelihood(load, num_draft_tokens)
+    def least_likelihood(self, load: int, num_verified: int) -> float:
+        """How likely each of so many draft tokens must be to be accepted so as to pay for its row of verification."""
+        return self._costs.least_likelihood(load, num_verified)
 
     def steps_meanwhile(self, catch_up: float, load: int) -> int:
         """Steps of the target worker in that time. Beside rounds of others only such as end within it: a step of one
         sequence that still decodes plainly holds up the drafts of all."""
         if self._num_active > 1:
-            return int(catch_up / self._round_seconds(load, self.gamma))
+            return int(catch_up / self._round_seconds(load, self.shape))
         return math.ceil(catch_up / self.plain_seconds(load) - 0.5)
 
-    def observe_round(self, load: int, num_draft_tokens: int, num_unseen: int, seconds: float) -> None:
-        """A round of γ draft tokens among `load` sequences took that long, from the last result to its own, prompts
-        that were computed meanwhile not counted.
+    def observe_round(self, load: int, shape: Shape, num_unseen: int, seconds: float) -> None:
+        """A round of that shape among `load` sequences took that long, from the last result to its own, prompts that
+        were computed meanwhile not counted.
 
         `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
         step does not matter: where they take turns, each waits longer.
@@ -238,12 +253,13 @@ class GammaController:
         self._scouting.observe_round(self._busy_seconds)
         if seconds <= 0 or self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
+        if self.shape.is_tree and not shape.is_tree:
+            return  # the others' trees were in its steps
         if self._clock() - seconds < self._interference.over_at:
             return  # it waited for others that caught up
         of_all = self._num_active >= _EVERYBODY * load
-        if self._costs.observe_round(
-            load, num_draft_tokens, num_unseen, seconds, 1 / self._num_active, of_all, self._busy_seconds
-        ):
+        weight = 1 / self._num_active
+        if self._costs.observe_round(load, shape, num_unseen, seconds, weight, of_all, self._busy_seconds):
             self._decided_at = -math.inf
 
     def looks_at(self, received: float) -> bool:
@@ -278,7 +294,7 @@ class GammaController:
         if began < self._interference.over_at:
             self._interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
             return  # the drafter, maybe on the same cores, was at work
-        used = self.gamma if self._num_active > 0 else None
+        used = self.shape if self._num_active > 0 else None
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
@@ -293,7 +309,7 @@ class GammaController:
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""
-        self.gamma = 0
+        self.shape = PLAIN
         self._decided_at = -math.inf
         self._costs.plain.give_up_measuring()
         self._costs.cancel_trials(self._busy_seconds)
@@ -314,45 +330,47 @@ class GammaController:
         new_load = abs(load - self._decided_load) > _NEW_LOAD * self._decided_load
         return now - self._decided_at <= (0.5 * self._costs.target.seconds(1) if new_load else self._rest)
 
-    def _best_for_all(self, now: Situation) -> int:
-        """The γ that gains most if all draft who are drafting or would join in; 0 if none gains enough."""
+    def _best_for_all(self, now: Situation) -> Shape:
+        """The shape that gains most if all draft who are drafting or would join in; plain if none gains enough."""
+        hoped_for = self.shape if self.shape.is_tree else Shape(max(2, self.gamma))
         joining = [
             (each, where)
             for each in self._members
             if (where := each.situation) is not None
-            and (each.active or self._joins(where, now, each.acceptance.rate, max(2, self.gamma)))
+            and (each.active or self._joins(where, now, self._tokens(hoped_for, each.acceptance.rate, each.coupled)))
         ]
         self._best_gain = 0.0
         if not joining:
-            return 0
-        rates = [each.acceptance.rate for each, _ in joining]
+            return PLAIN
+        rates = [(each.acceptance.rate, each.coupled) for each, _ in joining]
         num_follow = sum(self._num_to_follow(where) for _, where in joining) / len(joining)
         catch_up = sum(self._catch_up_share(each, where) for each, where in joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
         begin_at = max(self._begin_at(now.load), self._begin_at(load))
-        best, best_gain, num_rounds = 0, _STAY_AT if self.gamma > 0 else begin_at, math.inf
-        for gamma in range(1, self._max_num_draft_tokens + 1):
+        best, best_gain, num_rounds = PLAIN, _STAY_AT if self.gamma > 0 else begin_at, math.inf
+        # Where one may have no tree its rounds would be others than those of all.
+        for shape in self._shapes(load, all(coupled for _, coupled in rates)):
             num_others = len(self._members) - len(rates)
-            tokens = (sum(expected_tokens(rate, gamma) for rate in rates) + num_others) / len(self._members)
-            gain = self._costs.gain(load, gamma, tokens, num_follow, catch_up, self._busy_seconds)
+            tokens = (sum(self._tokens(shape, *rate) for rate in rates) + num_others) / len(self._members)
+            gain = self._costs.gain(load, shape, tokens, num_follow, catch_up, self._busy_seconds)
             self._best_gain = max(self._best_gain, gain)
-            gain *= self._costs.curiosity(load, gamma, self.gamma, self._busy_seconds)
-            if gamma == self.gamma:
+            gain *= self._costs.curiosity(load, shape, self.shape, self._busy_seconds)
+            if shape == self.shape:
                 gain *= _KEEP
             if gain > best_gain:
-                best, best_gain, num_rounds = gamma, gain, num_follow / tokens
-        untried = self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT
-        if untried and best > 0 and num_rounds < _ROUNDS_THAT_TELL and best_gain < _BEGIN_UNTRIED_SHORT:
+                best, best_gain, num_rounds = shape, gain, num_follow / tokens
+        untried = self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT and best != PLAIN
+        if untried and num_rounds < _ROUNDS_THAT_TELL and best_gain < _BEGIN_UNTRIED_SHORT:
             self._refusals[nearest_power(now.load)] += 1
             if self._refusals[nearest_power(now.load)] < _REFUSALS:
-                best = 0
-        if best > 0 and self._costs.beat_plain_steps(now.load, self._busy_seconds):
+                best = PLAIN
+        if best != PLAIN and self._costs.beat_plain_steps(now.load, self._busy_seconds):
             if self._measure_if_older(now.load, self._doubt_seconds):
                 self._doubt_seconds *= 2
         else:
             self._doubt_seconds = _FIRST_DOUBT_SECONDS
-        if best > 0:
+        if best != PLAIN:
             sure = best_gain >= _SURE_FROM
             every = _MEASURE_IF_SURE_EVERY_SECONDS if sure else _MEASURE_EVERY_SECONDS
             self._measure_if_older(now.load, every, at_once=not sure)
@@ -362,20 +380,32 @@ class GammaController:
                 first_rounds = _ROUNDS_BEFORE_MEASURED * self._costs.expected(now.load, best)
                 self._costs.plain.measure_soon(now.load, every, first_rounds)
         elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
-            return self.gamma  # maybe everything takes longer now
+            return self.shape  # maybe everything takes longer now
         return best
+
+    def _shapes(self, load: int, coupled: bool) -> list[Shape]:
+        """Those there are to choose among."""
+        chains = [Shape(gamma) for gamma in range(1, self._max_num_draft_tokens + 1)]
+        return (
+            [*chains, *self.trees.shapes(self._costs.target, load, self._max_num_draft_tokens)] if coupled else chains
+        )
+
+    def _tokens(self, shape: Shape, rate: float, coupled: bool) -> float:
+        """What a round of that shape brings a sequence."""
+        rate = self.trees.rate(rate, shape) if shape.is_tree and coupled else rate
+        return expected_tokens(rate, shape.num_draft_tokens)
 
     def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""
         # Not beside rounds that are under way.
-        round_seconds = self._round_seconds(load, self.gamma)
+        round_seconds = self._round_seconds(load, self.shape)
         measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
         return self._costs.plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once)
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""
         trials = self._costs.trials(load)
-        if self._costs.is_untried(load, self._max_num_draft_tokens) and trials.num_failed == 0:
+        if self._costs.is_untried(load) and trials.num_failed == 0:
             return _BEGIN_UNTRIED_AT
         return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
 
@@ -388,7 +418,7 @@ class GammaController:
         share = 1.0 if drafts else self._prefill_bound_steps(situation.load)
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
-        joins = not self.measuring and self._joins(situation, situation, rate_at_best, gamma, share)
+        joins = not self.measuring and self._joins(situation, situation, expected_tokens(rate_at_best, gamma), share)
         if not sequence.active and joins:
             self._activate(sequence, situation)
         return gamma if sequence.active else 0
@@ -399,10 +429,10 @@ class GammaController:
         others = (1 - self._prefill_bound.share) / self._costs.target.seconds(load)
         return filled / (filled + others)
 
-    def _joins(self, where: Situation, now: Situation, rate: float, gamma: int, share: float = 1.0) -> bool:
-        """Whether a sequence that stands at `where` saves more by γ draft tokens in this share of its steps than its
-        catching up costs all."""
-        spared = 1 / self._costs.plain.tokens(now.load) - 1 / expected_tokens(rate, gamma)
+    def _joins(self, where: Situation, now: Situation, tokens: float, share: float = 1.0) -> bool:
+        """Whether a sequence that stands at `where` saves more by rounds of so many tokens in this share of its steps
+        than its catching up costs all."""
+        spared = 1 / self._costs.plain.tokens(now.load) - 1 / tokens
         saved = self._num_to_follow(where) * spared * self.plain_seconds(now.load)
         catch_up = self._cost_to_each(self._utilisation.delay(self.catch_up_seconds(where.num_unseen)))
         return share * saved > (now.load + now.num_waiting) * catch_up
@@ -423,8 +453,8 @@ class GammaController:
         """Tokens that a sequence may be expected still to generate."""
         return max(1.0, min(where.num_remaining, self._outputs.remaining(where.num_output)))
 
-    def _round_seconds(self, load: int, gamma: int) -> float:
-        return self._costs.seconds(load, gamma, self._busy_seconds)
+    def _round_seconds(self, load: int, shape: Shape) -> float:
+        return self._costs.seconds(load, shape, self._busy_seconds)
 
     def _scout(self, sequence: Drafting, now: Situation) -> None:
         """Has the sequence scout, if it is time for that and may turn out well."""
@@ -434,14 +464,21 @@ class GammaController:
         num_follow, catch_up = self._num_to_follow(now), self.catch_up_seconds(now.num_unseen)
         for_all = now.load * catch_up
         gains = [
-            self._costs.gain(now.load, gamma, expected_tokens(at_best, gamma), num_follow, for_all, self._busy_seconds)
-            for gamma in range(1, self._max_num_draft_tokens + 1)
+            self._costs.gain(
+                now.load,
+                shape,
+                self._tokens(shape, at_best, sequence.coupled),
+                num_follow,
+                for_all,
+                self._busy_seconds,
+            )
+            for shape in self._shapes(now.load, sequence.coupled)
         ]
         if max(gains, default=0.0) <= self._begin_at(now.load):
             # The others' answer would hardly be another.
             self._scouting.put_off(self._busy_seconds, self._rest)
             return
         drafting = self._scouting.send(sequence, now.load, catch_up, self._busy_seconds)
-        if sequence.in_shadow:
+        if sequence.coupled:
             self._shadow_scout = sequence
-        self._interference.begin(self._clock(), drafting if sequence.in_shadow else catch_up)
+        self._interference.begin(self._clock(), drafting if sequence.coupled else catch_up)

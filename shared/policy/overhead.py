@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# How much a measurement counts against those before it: for what all γ have in common, which changes with the
-# machine's other work, once there are a few, and for what is one γ's own, which hardly changes.
+# How much a measurement counts against those before it: for what all shapes have in common, which changes with the
+# machine's other work, once there are a few, and for what is one shape's own, which hardly changes.
 _COMMON_WEIGHT = 0.1
 _OWN_WEIGHT = 0.01
 _NUM_PRIOR = 4.0
@@ -25,8 +25,8 @@ _NUM_IN_A_ROW = 4.0
 _NUM_FEW = 16.0
 # So many measurements of a load say more than those of others.
 _NUM_KNOWN = 3.0
-# While others are made, what was learnt of a γ counts e times less after so many rounds: the machine may have been
-# slower or faster then, and what of it is the γ's own is not told apart for ever. Tried again, it learns fast.
+# While others are made, what was learnt of a shape counts e times less after so many rounds: the machine may have been
+# slower or faster then, and what of it is its own is not told apart for ever. Tried again, it learns fast.
 _MEMORY_ROUNDS = 16.0
 # How much a measurement on purpose counts; one with a large error counts wholly.
 _CORRECTION = 0.5
@@ -71,21 +71,22 @@ class _Run:
 
 
 class Overhead:
-    """The share by which things take longer than expected (negative: shorter), by load and γ (0: plain decoding).
+    """The share by which things take longer than expected (negative: shorter), by load and what is
+    done: rounds of a shape, or plain steps.
 
     Loads count alike around a power of two. Kept and learnt as logarithms of 1 + share.
     """
 
     def __init__(self) -> None:
         self._common: dict[int, _Estimate] = {}
-        self._own: dict[tuple[int, int], _Estimate] = {}
-        self._runs: dict[tuple[int, int], _Run] = {}
+        self._own: dict[tuple[int, Hashable], _Estimate] = {}
+        self._runs: dict[tuple[int, Hashable], _Run] = {}
         # Where a measurement on purpose said something quite different, and not enough since.
         self._surprised: set[int] = set()
 
-    def share(self, load: int, gamma: int) -> float:
-        """What was learnt for this load, else for the nearest, and for this γ; 0 before anything was."""
-        return math.exp(self._logarithm(load, gamma)) - 1
+    def share(self, load: int, what: Hashable) -> float:
+        """What was learnt for this load, else for the nearest, and for this shape; 0 before anything was."""
+        return math.exp(self._logarithm(load, what)) - 1
 
     def bucket(self, load: int) -> int:
         """The power of two from whose measurements the share for this load comes: its own, if there were a few."""
@@ -96,39 +97,44 @@ class Overhead:
         known = [bucket for bucket, common in self._common.items() if common.count >= _NUM_KNOWN]
         return min(known or self._common, key=lambda seen: abs(seen - wanted), default=wanted)
 
-    def count(self, load: int, gamma: int) -> float:
-        """How many measurements of this load and γ there were."""
-        own = self._own.get((nearest_power(load), gamma))
+    def is_known(self, load: int) -> bool:
+        """Whether there were any of this load."""
+        bucket = nearest_power(load)
+        return any(its_bucket == bucket and own.count > 0 for (its_bucket, _), own in self._own.items())
+
+    def count(self, load: int, what: Hashable) -> float:
+        """How many measurements of this load and shape there were."""
+        own = self._own.get((nearest_power(load), what))
         return own.count if own is not None else 0.0
 
-    def num_recent(self, load: int, gamma: int) -> float:
+    def num_recent(self, load: int, what: Hashable) -> float:
         """The same, where what is long ago counts less."""
-        own = self._own.get((nearest_power(load), gamma))
+        own = self._own.get((nearest_power(load), what))
         return own.num_recent if own is not None else 0.0
 
-    def observe(self, load: int, gamma: int, expected: float, seconds: float, weight: float) -> float | None:
+    def observe(self, load: int, what: Hashable, expected: float, seconds: float, weight: float) -> float | None:
         """What should have taken `expected` seconds took `seconds`. `weight`, in (0, 1], is its say: what many
         see of the same step counts once. Returns by how much (a logarithm) everything at this load takes longer, where
         it was well known before, else 0; None if the share turns out to be quite another."""
         bucket = nearest_power(load)
-        common, own = self._estimates(load, gamma)
-        self._forget_others(bucket, gamma, weight)
+        common, own = self._estimates(load, what)
+        self._forget_others(bucket, what, weight)
         error = math.log(seconds / expected) - common.value - own.value
         known_from_others = common.count >= _NUM_FEW
         if bucket in self._surprised:  # by what was seen since
             known_from_others = any(
-                each.num_recent >= _NUM_KNOWN and (its_bucket, its_gamma) != (bucket, gamma)
-                for (its_bucket, its_gamma), each in self._own.items()
+                each.num_recent >= _NUM_KNOWN and (its_bucket, its_what) != (bucket, what)
+                for (its_bucket, its_what), each in self._own.items()
                 if its_bucket == bucket
             )
-        # Of a γ that is new beside others the first measurements say what is its own.
+        # Of a shape that is new beside others the first measurements say what is its own.
         new_beside_others = known_from_others and own.num_recent < _NUM_FEW
         if common.count < _NUM_FEW or new_beside_others:
-            run = self._runs.setdefault((bucket, gamma), _Run())
+            run = self._runs.setdefault((bucket, what), _Run())
             run.add(error, weight)
             if run.weight >= _NUM_IN_A_ROW:
                 (own if new_beside_others else common).value += min(run.errors, key=abs)
-                del self._runs[bucket, gamma]
+                del self._runs[bucket, what]
                 return None
         known = common.count >= _NUM_FEW
         if known:
@@ -143,15 +149,15 @@ class Overhead:
             own.learn(error, weight, _OWN_WEIGHT)
         return common.value - before if known else 0.0
 
-    def is_surprised(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> bool:
+    def is_surprised(self, load: int, what: Hashable, measured: Sequence[tuple[float, float]]) -> bool:
         """Whether that, measured on purpose, would not be believed but for being measured."""
-        return abs(self._error(load, gamma, measured)) > _LARGE_ERROR
+        return abs(self._error(load, what, measured)) > _LARGE_ERROR
 
-    def correct(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> None:
+    def correct(self, load: int, what: Hashable, measured: Sequence[tuple[float, float]]) -> None:
         """Measured on purpose, at least once: what should have taken so many seconds took so many."""
-        error = self._error(load, gamma, measured)
+        error = self._error(load, what, measured)
         before = self._nearest(load)
-        common, _ = self._estimates(load, gamma)
+        common, _ = self._estimates(load, what)
         surprised = abs(error) > _LARGE_ERROR
         share = 1.0 if surprised else max(_CORRECTION, 1 / (common.count + 1))
         common.value = before + share * error
@@ -169,26 +175,26 @@ class Overhead:
         if self._common:
             self._common[self.bucket(load)].value += math.log(factor)
 
-    def _forget_others(self, bucket: int, gamma: int, weight: float) -> None:
-        for (its_bucket, its_gamma), own in self._own.items():
-            if its_bucket == bucket and its_gamma != gamma:
+    def _forget_others(self, bucket: int, what: Hashable, weight: float) -> None:
+        for (its_bucket, its_what), own in self._own.items():
+            if its_bucket == bucket and its_what != what:
                 own.num_recent *= 1 - weight / _MEMORY_ROUNDS
 
-    def _error(self, load: int, gamma: int, measured: Sequence[tuple[float, float]]) -> float:
-        return median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, gamma)
+    def _error(self, load: int, what: Hashable, measured: Sequence[tuple[float, float]]) -> float:
+        return median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, what)
 
-    def _estimates(self, load: int, gamma: int) -> tuple[_Estimate, _Estimate]:
-        """What all γ have in common, and this one's own."""
+    def _estimates(self, load: int, what: Hashable) -> tuple[_Estimate, _Estimate]:
+        """What all shapes have in common, and this one's own."""
         bucket = nearest_power(load)
-        common, own = self._common.get(bucket), self._own.get((bucket, gamma))
+        common, own = self._common.get(bucket), self._own.get((bucket, what))
         if common is None:
             common = self._common[bucket] = _Estimate(self._nearest(load))
         if own is None:
-            own = self._own[bucket, gamma] = _Estimate()
+            own = self._own[bucket, what] = _Estimate()
         return common, own
 
-    def _logarithm(self, load: int, gamma: int) -> float:
-        own = self._own.get((nearest_power(load), gamma))
+    def _logarithm(self, load: int, what: Hashable) -> float:
+        own = self._own.get((nearest_power(load), what))
         return self._nearest(load) + (own.value if own is not None else 0.0)
 
     def _nearest(self, load: int) -> float:

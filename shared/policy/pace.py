@@ -7,6 +7,7 @@ from typing import NamedTuple
 from shared.policy.acceptance import Acceptance
 from shared.policy.drafting import Drafting, Situation
 from shared.policy.gamma import GammaController
+from shared.policy.shape import PLAIN, Shape
 
 # Plain decoding: seconds that a worker may run ahead, in steps, but so few of them at least and so many at most; more
 # are granted when half of them are left. Enough that the worker never waits for the router, and that asking for more
@@ -19,10 +20,10 @@ _MEASURED_STEPS = 6
 
 
 class Move(NamedTuple):
-    """`num_draft_tokens` > 0: a round of so many now. Else `num_steps` more plain steps are granted (maybe
-    none: enough are), and with `catch_up` the drafter takes in what it has not seen."""
+    """A round of this `shape` now, if it is not plain. Else `num_steps` more plain steps are granted (maybe none:
+    enough are), and with `catch_up` the drafter takes in what it has not seen."""
 
-    num_draft_tokens: int = 0
+    shape: Shape = PLAIN
     num_steps: int = 0
     catch_up: bool = False
 
@@ -39,12 +40,12 @@ class Pace:
     catches up in that time.
     """
 
-    def __init__(self, prior: Acceptance | None, fixed: int | None, in_shadow: bool = False) -> None:
-        """`fixed`: draft tokens of every round, None to have the controller choose them; `in_shadow`: see Drafting."""
-        self.drafting = Drafting(prior, in_shadow)
+    def __init__(self, prior: Acceptance | None, fixed: Shape | None, coupled: bool = False) -> None:
+        """`fixed`: the shape of every round, None to have the controller choose it; `coupled`: see Drafting."""
+        self.drafting = Drafting(prior, coupled)
         self._fixed = fixed
-        # Draft tokens wanted in the next round, until it begins.
-        self._wanted = 0
+        # What is wanted in the next round, until it begins.
+        self._wanted = PLAIN
         self._refill_below = LEAST_GRANTED_STEPS // 2
 
     def enough_granted(self, num_steps: int) -> bool:
@@ -56,21 +57,27 @@ class Pace:
         `num_ahead` steps at a time."""
         if self.enough_granted(num_steps):
             return Move()
-        fresh = self._wanted == 0
+        fresh = self._wanted == PLAIN
         if controller is None:
-            self._wanted = 0
+            self._wanted = PLAIN
         elif fresh or controller.measuring:
-            self._wanted = controller.choose(self.drafting, situation) if self._fixed is None else self._fixed
-        wanted = min(self._wanted, situation.num_remaining - 1)
-        if wanted <= 0 or controller is None:
-            self._wanted = 0
+            self._wanted = self._choose(controller, situation)
+        wanted = self._wanted.cut_to(situation.num_remaining - 1)
+        if wanted == PLAIN or controller is None:
+            self._wanted = PLAIN
             measuring = controller is not None and controller.measuring
             self._refill_below = (LEAST_GRANTED_STEPS if measuring else num_ahead) // 2
             return Move(num_steps=_MEASURED_STEPS if measuring else num_ahead)
         catch_up = controller.catch_up_seconds(situation.num_unseen) if fresh else 0.0
         num_meanwhile = controller.steps_meanwhile(catch_up, situation.load)
         if num_steps == 0 and num_meanwhile <= 0:
-            self._wanted = 0
-            return Move(num_draft_tokens=wanted)
+            self._wanted = PLAIN
+            # A tree that prompts have meanwhile taken the rows of is none.
+            return Move(wanted.as_chain() if self._fixed is None and situation.prefill_bound else wanted)
         granted = max(0, min(num_meanwhile, LEAST_GRANTED_STEPS) - num_steps)
         return Move(num_steps=granted, catch_up=fresh and situation.num_unseen > 1)
+
+    def _choose(self, controller: GammaController, situation: Situation) -> Shape:
+        if self._fixed is not None:
+            return self._fixed
+        return Shape(controller.choose(self.drafting, situation), self.drafting.num_nodes)

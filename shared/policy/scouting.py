@@ -50,7 +50,7 @@ class Scouting:
         sequence.num_scouting_rounds, sequence.num_scouting_tokens = _ROUNDS, self._num_tokens
         drafting = catch_up + _ROUNDS * (self._num_tokens * self._costs.draft.seconds(1) + _ROUND_SECONDS)
         verifying = 0.0
-        if sequence.in_shadow:
+        if sequence.coupled:
             self._last_round = busy
         else:
             target, rate = self._costs.target, sequence.acceptance.rate

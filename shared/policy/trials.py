@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 # What rounds were found to take counts half after so many seconds without any: they may have met a bad moment.
 _FIRST_HALF_LIFE = 4.0
@@ -39,9 +40,9 @@ class Trials:
         # How many rounds of everybody it had, and how many up to its latest decision; those that paid, since any that
         # did not.
         self._num_rounds = self._num_decided = self._num_proven = 0.0
-        # What its first rounds should have taken and took, of which load and γ, if that is to be found out.
+        # What its first rounds should have taken and took, of which load and shape, if that is to be found out.
         self._measures = False
-        self._which: tuple[int, int] | None = None
+        self._which: tuple[int, Hashable] | None = None
         self._measured: list[tuple[float, float]] = []
 
     @property
@@ -77,13 +78,13 @@ class Trials:
         return self.confidence(now) < _LITTLE
 
     def observe_round(
-        self, now: float, which: tuple[int, int] | None, expected: float, seconds: float, weight: float
+        self, now: float, which: tuple[int, Hashable] | None, expected: float, seconds: float, weight: float
     ) -> list[tuple[float, float]]:
-        """There was one that should have taken `expected` seconds, of that load and γ; None where it says little of
+        """There was one that should have taken `expected` seconds, of that load and shape; None where it says little of
         what those of all take. `weight`: what share of everybody's it is.
 
-        Returns what all the first ones of one load and γ should have taken and took, once when they are known, if that
-        is to be found out, and else nothing.
+        Returns what all the first ones of one load and shape should have taken and took, once when they are known, if
+        that is to be found out, and else nothing.
         """
         self._last_round = now
         if which is None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from shared.policy.shape import Shape
 from tests.support.speculation_simulator import Machine, Simulation, Workload
 
 STREAMS = (1, 8, 32)
@@ -46,7 +47,7 @@ class Cell:
         """Over 60 simulated seconds; `gamma` None: as the controller chooses."""
         machine = Machine(self.draft_ratio, shared=self.shared)
         workload = Workload(lambda _: self.streams, lambda _: self.acceptance_rate, self.prompt_tokens)
-        return Simulation(machine, workload, seed, gamma).run()
+        return Simulation(machine, workload, seed, None if gamma is None else Shape(gamma)).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def make_scout_due(s: Stack) -> GammaController:
 
 
 async def test_a_scout_that_is_due_goes_while_its_sequence_decodes_plainly() -> None:
-    async with stack() as s:
+    async with stack(max_num_nodes=0) as s:
         assert s.drafter is not None
         acceptance = make_scout_due(s).acceptance
         rate = acceptance.rate
@@ -70,7 +70,7 @@ async def test_a_scout_that_is_due_goes_while_its_sequence_decodes_plainly() -> 
 
 
 async def test_a_scout_drafts_in_rounds_where_the_target_draws_by_other_noise() -> None:
-    async with stack() as s:
+    async with stack(max_num_nodes=0) as s:
         make_scout_due(s)
         usage = (await s.generate(greedy(temperature=1.0))).usage
         assert usage is not None
@@ -80,7 +80,7 @@ async def test_a_scout_drafts_in_rounds_where_the_target_draws_by_other_noise() 
 @pytest.mark.parametrize("answer", list(Answer))
 @pytest.mark.usefixtures("quick_hang")
 async def test_a_drafter_that_fails_a_scout_costs_nothing(answer: Answer) -> None:
-    async with stack() as s:
+    async with stack(max_num_nodes=0) as s:
         assert s.drafter is not None
         s.drafter.answer = answer
         make_scout_due(s)

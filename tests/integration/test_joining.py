@@ -42,7 +42,7 @@ def quick_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_of_many_listed_at_once_some_are_connected_to_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_MOST_NEW", 3)
-    fleet = Fleet([], [], FINGERPRINT, 8, "redis://127.0.0.1:1")
+    fleet = Fleet([], [], FINGERPRINT, 8, 16, "redis://127.0.0.1:1")
     addresses = [f"127.0.0.1:{port}" for port in range(1, 9)]
     try:
         for found in (3, 6, 8, 8):
@@ -62,7 +62,7 @@ async def test_links_follow_the_list() -> None:
         drafter = FakeDrafter(FINGERPRINT)
         for worker in (first, second, drafter):
             await worker.start()
-        fleet = Fleet([], [], FINGERPRINT, 8, server.url)
+        fleet = Fleet([], [], FINGERPRINT, 8, 16, server.url)
         fleet.start()
         try:
             assert not fleet.usable
@@ -92,7 +92,7 @@ async def test_while_redis_is_away_those_known_stay() -> None:
     with RedisServer() as server:
         worker = FakeTarget(FINGERPRINT)
         await worker.start()
-        fleet = Fleet([], [], FINGERPRINT, 8, server.url)
+        fleet = Fleet([], [], FINGERPRINT, 8, 16, server.url)
         fleet.start()
         try:
             async with listed(server, worker):

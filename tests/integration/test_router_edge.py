@@ -398,7 +398,7 @@ async def test_workers_that_do_not_fit_are_reported(which: str) -> None:
         workers[1].info.fingerprint = "other"
     for worker in workers:
         await worker.start()
-    fleet = Fleet([workers[0].address, workers[1].address], [workers[2].address], FINGERPRINT, 8, None)
+    fleet = Fleet([workers[0].address, workers[1].address], [workers[2].address], FINGERPRINT, 8, 16, None)
     fleet.start()
     try:
         expected = "one model" if which == "fingerprint" else f"the {which} worker's model"
@@ -421,7 +421,7 @@ async def test_a_worker_that_does_not_fit_and_comes_late_is_refused_and_the_othe
     for worker in (first, late):
         await worker.start()
     targets = [first.address, *([late.address] if which == "target" else [])]
-    fleet = Fleet(targets, [late.address] if which == "draft" else [], FINGERPRINT, 8, None)
+    fleet = Fleet(targets, [late.address] if which == "draft" else [], FINGERPRINT, 8, 16, None)
     link = fleet.targets[-1] if which == "target" else fleet.drafts[0]
     assert link is not None
     fleet._check_target(first.info)  # in service, long ago

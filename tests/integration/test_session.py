@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from outrider.v1 import inference_pb2
 
-from shared.policy.drafting import Drafting
+from shared.policy.drafting import Drafting, Situation
+from shared.policy.gamma import GammaController
+from shared.policy.shape import Shape
 from shared.policy.step_costs import StepCosts
 from tests.support.fake_workers import Answer, plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack, until
@@ -99,6 +101,32 @@ async def test_sequences_that_never_draft_do_not_tell_how_long_those_that_do_bec
         await s.generate(greedy(0))
         await s.generate(greedy(2))
         assert left == [MAX_TOKENS]
+
+
+async def test_trees_that_the_policy_asks_for_are_drafted_and_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's hold what the target draws: each round brings all that it is deep, and a token of the target's."""
+
+    def choose(controller: GammaController, sequence: Drafting, situation: Situation) -> int:
+        controller.shape = Shape(3, 8)
+        sequence.num_nodes = 8
+        return 3
+
+    monkeypatch.setattr(GammaController, "choose", choose)
+    async with stack() as s:
+        controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
+        assert controller is not None
+        assert s.drafter is not None
+        expected = controller.trees.rate(0.7, Shape(3, 8))
+        output = await s.generate(greedy(max_tokens=1 + 5 * 4 + 3))
+        assert output.tokens == {0: plain_output(PROMPT, 24)}
+        assert output.usage is not None
+        assert output.usage.accepted_tokens == 5 * 3 + 2
+        assert s.drafter.trees == [(3, 8)] * 5 + [(2, 5)], "the last no larger than what may follow"
+        assert controller.trees.rate(0.7, Shape(3, 8)) > expected
+        await s.until_idle()
+        seen = s.drafter.trees.copy()
+        await s.generate(greedy(speculation=inference_pb2.Speculation(num_draft_tokens=4, num_nodes=10)))
+        assert set(s.drafter.trees[len(seen) :]) >= {(4, 10)}
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])

@@ -46,6 +46,25 @@ def draft_tokens(token_ids: Sequence[int], count: int, key: int = 0) -> list[int
     return tokens[len(token_ids) :]
 
 
+def tree_tokens(
+    token_ids: Sequence[int], num_draft_tokens: int, num_nodes: int, key: int = 0
+) -> tuple[list[int], list[int]]:
+    """The drafter's tree and the row that each of its tokens follows: its own token and the target's at each depth, as
+    long as there is room, and behind them more that are neither."""
+    tokens, found, rows, row = list(token_ids), [], [], 0
+    for _ in range(num_draft_tokens):
+        right = next_token(tokens, key)
+        for token in dict.fromkeys((draft_token(tokens, key), right)):
+            found.append(token)
+            rows.append(row)
+        tokens.append(right)
+        row = len(found)
+    while len(found) < num_nodes:
+        found.append(NUM_TEXT_IDS + len(found))
+        rows.append(0)
+    return found[:num_nodes], rows[:num_nodes]
+
+
 def plain_output(prompt_ids: Sequence[int], max_tokens: int, key: int = 0) -> list[int]:
     """What the target alone makes of a prompt."""
     tokens = list(prompt_ids)
@@ -165,6 +184,8 @@ class TargetSequence:
     params: worker_pb2.SequenceParams
     num_steps: int
     draft: list[int] = field(default_factory=list)
+    # The row that each token of it follows.
+    rows: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -297,7 +318,7 @@ class FakeTarget(Worker, target_pb2_grpc.TargetServicer):
                 return False
         elif verify.position > len(sequence.token_ids):
             return False
-        sequence.draft = draft
+        sequence.draft, sequence.rows = draft, list(verify.proposal.parents) or list(range(len(draft)))
         sequence.num_steps += verify.num_steps
         return True
 
@@ -340,11 +361,12 @@ def _advance(sequence_id: int, sequence: TargetSequence, num_own_drafts: int) ->
     if not draft:
         for _ in range(num_own_drafts):
             own.append(next_token([*sequence.token_ids, *own], key_of(params)))
-        draft = own
+        draft, sequence.rows = own, list(range(len(own)))
+    following = {(row, token): i for i, (row, token) in enumerate(zip(sequence.rows, draft, strict=True), 1)}
     sequence.draft = []
     sequence.num_steps -= 1
     status = target_pb2.STEP_STATUS_RUNNING
-    num_accepted = 0
+    num_accepted = row = 0
     while status == target_pb2.STEP_STATUS_RUNNING:
         token = next_token(sequence.token_ids, key_of(params))
         sequence.token_ids.append(token)
@@ -352,8 +374,9 @@ def _advance(sequence_id: int, sequence: TargetSequence, num_own_drafts: int) ->
             status = target_pb2.STEP_STATUS_STOPPED
         elif len(sequence.token_ids) - sequence.num_prompt_tokens == params.max_tokens:
             status = target_pb2.STEP_STATUS_LENGTH
-        if num_accepted == len(draft) or draft[num_accepted] != token:
+        if (row, token) not in following:
             break
+        row = following[row, token]
         num_accepted += 1
     return target_pb2.StepResult(
         self_drafted=worker_pb2.Proposal(token_ids=own, sources=[inference_pb2.DRAFT_SOURCE_TARGET] * len(own))
@@ -380,13 +403,15 @@ class DraftSequence:
 
 class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
     """`answer` says what it does, `answers` what else by number of the Propose that asks for tokens (from 0); with
-    `gate` cleared, it answers none. `num_begun` counts the sequences it was told of from their beginning."""
+    `gate` cleared, it answers none. `trees`: the steps and sizes of those asked for; `num_begun` counts the sequences
+    it was told of from their beginning."""
 
     def __init__(self, tokenizer_fingerprint: str) -> None:
         super().__init__(worker_info("fake-draft", tokenizer_fingerprint, DRAFT_SECONDS))
         self.answer = Answer.PROPOSE
         self.answers: dict[int, Answer] = {}
         self.num_asked = 0
+        self.trees: list[tuple[int, int]] = []
         self.num_begun = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -454,7 +479,13 @@ class FakeDrafter(Worker, draft_pb2_grpc.DrafterServicer):
             result.proposal.sources[:] = [inference_pb2.DRAFT_SOURCE_MODEL] * len(result.proposal.token_ids)
         elif answer is not Answer.EMPTY:
             key = key_of(sequence.params)
-            result.proposal.token_ids[:] = draft_tokens(sequence.token_ids, propose.num_draft_tokens, key)
+            if propose.num_nodes > propose.num_draft_tokens:
+                self.trees.append((propose.num_draft_tokens, propose.num_nodes))
+                tokens, rows = tree_tokens(sequence.token_ids, propose.num_draft_tokens, propose.num_nodes, key)
+                result.proposal.parents[:] = rows
+            else:
+                tokens = draft_tokens(sequence.token_ids, propose.num_draft_tokens, key)
+            result.proposal.token_ids[:] = tokens
             result.proposal.sources[:] = [inference_pb2.DRAFT_SOURCE_MODEL] * len(result.proposal.token_ids)
         if answer is Answer.LATE:
             stale = draft_pb2.DraftResult(

@@ -43,6 +43,7 @@ class Output:
     finish: dict[int, int] = field(default_factory=dict)
     draft_tokens: list[inference_pb2.DraftToken] = field(default_factory=list)
     usage: inference_pb2.Usage | None = None
+    in_chains: bool = False
 
     def take(self, chunk: inference_pb2.GenerateResponse) -> None:
         assert self.usage is None, "a chunk behind the usage"
@@ -54,7 +55,7 @@ class Output:
             self.finish[chunk.index] = chunk.finish_reason
         if chunk.HasField("usage"):
             self.usage = chunk.usage
-            check_usage(chunk.usage, sum(map(len, self.tokens.values())), self.draft_tokens)
+            check_usage(chunk.usage, sum(map(len, self.tokens.values())), self.draft_tokens, self.in_chains)
 
 
 @dataclass
@@ -74,7 +75,9 @@ class Stack:
         return self.targets[0]
 
     async def generate(self, request: inference_pb2.GenerateRequest | None = None, **call: Any) -> Output:
-        return await read(self.stub.Generate(request or greedy(), **call))
+        request = request or greedy()
+        in_chains = request.speculation.HasField("num_draft_tokens") and not request.speculation.num_nodes
+        return await read(self.stub.Generate(request, **call), in_chains)
 
     async def until_idle(self) -> None:
         """Every lane is given up, and every worker has heard of it."""
@@ -95,8 +98,9 @@ class FirstOnes(random.Random):
         return population[:k]
 
 
-async def read(call: Any) -> Output:
-    output = Output()
+async def read(call: Any, in_chains: bool = False) -> Output:
+    """`in_chains`: whether no trees were drafted."""
+    output = Output(in_chains=in_chains)
     async for chunk in call:
         output.take(chunk)
     return output
@@ -158,6 +162,7 @@ async def stack(
         [draft.address] if draft is not None else [],
         FINGERPRINT,
         options.max_num_draft_tokens,
+        options.max_num_nodes,
         redis_url,
     )
     servicer = InferenceServicer(options, TextTokenizer(TOKENIZER), fleet, Tenants(keys, b"secret"), telemetry)

@@ -112,11 +112,11 @@ def request(
 
 
 async def collect(
-    call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None, in_trees: bool = False
+    call: AsyncIterable[inference_pb2.GenerateResponse], on_chunk: OnChunk | None = None, in_chains: bool = False
 ) -> Generated:
     """Reads a stream to its end, and holds it to the protocol: nothing behind a sequence's finish reason, a true
-    usage (`check_usage`) on the last chunk alone. `on_chunk` is called after each. Raises AioRpcError as the call
-    does."""
+    usage (`check_usage`, which `in_chains` is for) on the last chunk alone. `on_chunk` is called after each. Raises
+    AioRpcError as the call does."""
     outputs: dict[int, Output] = {}
     usage: inference_pb2.Usage | None = None
     async for chunk in call:
@@ -137,8 +137,8 @@ async def collect(
     generated = Generated([outputs[index] for index in sorted(outputs)], usage)
     shown = [token for output in generated.outputs for token in output.draft_tokens]
     # Where a target chooses itself what it drafts or copies, that is trees.
-    in_trees = in_trees or any(its.source != inference_pb2.DRAFT_SOURCE_MODEL for its in usage.by_source)
-    check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown, in_trees)
+    in_chains = in_chains and all(its.source == inference_pb2.DRAFT_SOURCE_MODEL for its in usage.by_source)
+    check_usage(usage, sum(len(output.token_ids) for output in generated.outputs), shown, in_chains)
     return generated
 
 
@@ -155,7 +155,7 @@ async def generate(
     """Sends a `request`, as the tenant of `api_key` if there is one, and returns the whole answer."""
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else None
     call = stub.Generate(request(prompt, gamma=gamma, num_nodes=num_nodes, **fields), metadata=metadata)
-    return await collect(call, on_chunk, in_trees=num_nodes is not None)
+    return await collect(call, on_chunk, in_chains=gamma is not None and num_nodes is None)
 
 
 async def worker_state(stack: Stack, name: str) -> worker_pb2.WorkerState:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -22,11 +23,15 @@ from services.target.gathering import Gathering
 from shared.policy.drafting import Situation
 from shared.policy.gamma import GammaController
 from shared.policy.pace import Pace, steps_ahead
+from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
 
 _MEASURED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128)
 _BUDGET = 512
 _DRIFT_SECONDS = 0.1
+_MOST_NODES = 16
+# Rows of a tree's level in a step of the drafter.
+_TREE_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,9 @@ class Workload:
     num_prompt_tokens: int
     output_tokens: tuple[int, int] = (64, 256)
     seconds: float = 60.0
+    # Of the tokens that a chain misses, the share that trees of three tokens a depth miss as well; None: there are no
+    # trees.
+    tree_misses: float | None = None
 
 
 @dataclass(eq=False)
@@ -74,8 +82,8 @@ class _Lane:
     ease: list[float] = field(default_factory=list)
     num_steps: int = 0
     num_seen: int = 0
-    verifying: int = 0
-    asked: int = 0
+    verifying: Shape = PLAIN
+    asked: Shape = PLAIN
     drawn: int = 0
     in_shadow: bool = False
     catching_up: int = 0
@@ -152,10 +160,10 @@ class Simulation:
         machine: Machine,
         workload: Workload,
         seed: int,
-        fixed: int | None = None,
+        fixed: Shape | None = None,
         slow: tuple[float, float, float] = (0.0, 0.0, 1.0),
     ) -> None:
-        """`fixed`: γ of every round, None for the controller. `slow`: from, until, times as slow."""
+        """`fixed`: the shape of every round, None for the controller. `slow`: from, until, times as slow."""
         self.machine, self.workload, self.slow = machine, workload, slow
         self.dice = random.Random(seed)
         self.texts = random.Random(seed + 2)
@@ -168,7 +176,9 @@ class Simulation:
             for scale in (1.0, machine.draft_ratio)
         ]
         self.costs = costs[0]
-        self.controller = GammaController(costs[0], costs[1], 8, lambda: self.now)
+        self.controller = GammaController(
+            costs[0], costs[1], 8, lambda: self.now, 0 if workload.tree_misses is None else _MOST_NODES
+        )
         self.tokens = 0
         self.measured_from = float("inf")
         self.num_started = 0
@@ -205,7 +215,7 @@ class Simulation:
         while len(self.lanes) < self.workload.load(self.now):
             prompt = self.workload.num_prompt_tokens
             lane = _Lane(
-                Pace(self.controller.acceptance, self.fixed, in_shadow=True),
+                Pace(self.controller.acceptance, self.fixed, coupled=True),
                 self.texts.randint(*self.workload.output_tokens),
                 self.texts.gauss(0, 0.04),
                 random.Random(self.texts.random()),
@@ -227,7 +237,7 @@ class Simulation:
         for lane in self.lanes:
             lane.in_step = 0
             if lane.prompt_left == 0 and lane.num_steps > 0 and lane.num_output < lane.num_output_wanted:
-                lane.in_step = lane.verifying + 1
+                lane.in_step = lane.verifying.num_verified + 1
                 tokens += lane.in_step
                 context += lane.num_context
                 lanes.append(lane)
@@ -250,15 +260,16 @@ class Simulation:
             return
         lanes, tokens, context = [], 0, 0
         for lane in self.lanes:
-            if lane.catching_up or lane.asked:
-                lane_tokens = min(max(lane.catching_up, 1), _BUDGET - tokens)
+            if lane.catching_up or lane.asked != PLAIN:
+                level = min(lane.asked.num_nodes, _TREE_WIDTH) if lane.asked.is_tree and lane.drawn else 1
+                lane_tokens = min(max(lane.catching_up, level), _BUDGET - tokens)
                 if lane_tokens <= 0:
                     break
                 tokens += lane_tokens
                 context += lane.num_context
                 lanes.append(lane)
                 if lane.catching_up:
-                    lane.catching_up -= lane_tokens
+                    lane.catching_up -= min(lane_tokens, lane.catching_up)
         if lanes:
             seconds = self.machine.draft_ratio * self.machine.seconds(tokens, context)
             self.begin(self.drafter, lanes, tokens, seconds, self.end_draft_step)
@@ -312,53 +323,60 @@ class Simulation:
                 self.num_started += 1
                 if self.num_started == self.workload.load(0.0):
                     self.measured_from, self.tokens = self.now, 0
-                accepted = 0
-                gamma = 0
+                path: list[bool] = []
+                shape = PLAIN
             else:
-                gamma = lane.verifying
-                accepted = self.count_accepted(lane, gamma)
-            lane.verifying = 0
+                shape = lane.verifying
+                path = self.accept(lane, shape)
+            lane.verifying = PLAIN
             lane.num_steps -= 1
-            gained = min(accepted + 1, lane.num_output_wanted - lane.num_output)
+            gained = min(len(path) + 1, lane.num_output_wanted - lane.num_output)
             lane.num_output += gained
             lane.num_context += gained
             self.tokens += gained
-            if gamma and lane.num_steps == 0 and lane.num_output < lane.num_output_wanted:
+            if shape != PLAIN and lane.num_steps == 0 and lane.num_output < lane.num_output_wanted:
                 self.gathering.left(lane)
-            results.append((lane, gamma, accepted))
+            results.append((lane, shape, path))
         self.prefill_seconds += self.costs.seconds_of_prompts(num_tokens, num_prompt, num_decoding, seconds)
         prefill = self.prefill_seconds
         self.at(self.now + self.machine.transport, lambda: self.receive(results, prefill))
         self.step_target()
 
-    def count_accepted(self, lane: _Lane, gamma: int) -> int:
-        """Of so many draft tokens behind the output. Whether one is accepted is up to its place in the text."""
+    def accept(self, lane: _Lane, shape: Shape) -> list[bool]:
+        """Those accepted behind the output: of each, whether a chain would have had it. That is up to its place in the
+        text."""
+        gamma = shape.num_draft_tokens
         while len(lane.ease) < lane.num_output + gamma:
             lane.ease.append(lane.text.random())
         alpha = min(0.99, max(0.0, self.workload.acceptance(self.now) + lane.alpha_offset))
+        misses = self.workload.tree_misses if shape.is_tree else None
+        if misses is not None:
+            misses **= math.log(shape.num_nodes / gamma, 3)
+        alpha_of_shape = alpha if misses is None else 1 - misses * (1 - alpha)
         drafted = lane.ease[lane.num_output : lane.num_output + gamma]
-        return next((place for place, ease in enumerate(drafted) if ease >= alpha), gamma)
+        return [ease < alpha for ease in itertools.takewhile(lambda ease: ease < alpha_of_shape, drafted)]
 
     def end_draft_step(self) -> None:
         proposals = []
         for lane in self.drafter.lanes:
-            if lane.catching_up == 0 and lane.asked:
+            if lane.catching_up == 0 and lane.asked != PLAIN:
                 lane.drawn += 1
-                if lane.drawn < lane.asked:
+                if lane.drawn < lane.asked.num_draft_tokens:
                     continue
                 if lane.in_shadow:
-                    lane.pace.drafting.observe_in_shadow(lane.asked, self.count_accepted(lane, lane.asked))
+                    num_accepted = len(self.accept(lane, lane.asked))
+                    lane.pace.drafting.observe_in_shadow(lane.asked.num_draft_tokens, num_accepted)
                     lane.in_shadow = False
                 else:
                     proposals.append((lane, lane.asked))
-                lane.asked = lane.drawn = 0
+                lane.asked, lane.drawn = PLAIN, 0
         if proposals:
 
             def forward() -> None:
-                for lane, gamma in proposals:
+                for lane, shape in proposals:
 
-                    def arrive(lane: _Lane = lane, gamma: int = gamma) -> None:
-                        lane.verifying = gamma
+                    def arrive(lane: _Lane = lane, shape: Shape = shape) -> None:
+                        lane.verifying = shape
                         lane.num_steps += 1
                         self.gathering.returned(lane)
 
@@ -370,18 +388,22 @@ class Simulation:
 
     # Router
 
-    def receive(self, results: list[tuple[_Lane, int, int]], prefill: float) -> None:
+    def receive(self, results: list[tuple[_Lane, Shape, list[bool]]], prefill: float) -> None:
         asked = False
-        for lane, gamma, accepted in results:
+        for lane, shape, path in results:
             load = len(self.lanes)
             decoding = load - len(self.prefills)
             lane.seconds = self.now - lane.received - (prefill - lane.received_prefill)
             lane.received, lane.received_prefill = self.now, prefill
-            self.trace.append((self.now, gamma))
-            if gamma:
-                lane.pace.drafting.acceptance.observe(gamma, accepted)
+            self.trace.append((self.now, shape.num_draft_tokens))
+            if shape != PLAIN:
+                if shape.is_tree:
+                    rows, nodes = _as_tree(path, shape)
+                    lane.pace.drafting.observe_tree(rows, nodes, shape, False, self.controller.trees)
+                else:
+                    lane.pace.drafting.acceptance.observe(shape.num_draft_tokens, len(path))
                 if not lane.asked_beside_prompts:
-                    self.controller.observe_round(decoding, gamma, lane.asked_unseen, lane.seconds)
+                    self.controller.observe_round(decoding, shape, lane.asked_unseen, lane.seconds)
             elif lane.num_output > 1:
                 self.controller.observe_plain(decoding, lane.seconds, self.now)
             if lane.num_output >= lane.num_output_wanted:
@@ -402,16 +424,31 @@ class Simulation:
             if lane.pace.drafting.num_scouting_rounds and not lane.in_shadow and not move.catch_up:
                 lane.catching_up += unseen
                 lane.num_seen = lane.num_context
-                lane.asked, lane.drawn, lane.in_shadow = lane.pace.drafting.num_scouting_tokens, 0, True
+                lane.asked, lane.drawn, lane.in_shadow = Shape(lane.pace.drafting.num_scouting_tokens), 0, True
                 asked = True
-            if move.num_draft_tokens or move.catch_up:
-                lane.catching_up += unseen - (0 if move.num_draft_tokens else 1)
+            if move.shape != PLAIN or move.catch_up:
+                lane.catching_up += unseen - (0 if move.shape != PLAIN else 1)
                 lane.num_seen = lane.num_context
                 asked = True
-            if move.num_draft_tokens:
-                lane.asked, lane.asked_unseen, lane.drawn = move.num_draft_tokens, unseen, 0
+            if move.shape != PLAIN:
+                lane.asked, lane.asked_unseen, lane.drawn = move.shape, unseen, 0
                 lane.asked_beside_prompts = situation.prefill_bound
             lane.num_steps += move.num_steps
         self.arrive()
         if asked:
             self.at(self.now + self.machine.transport, self.step_drafter)
+
+
+def _as_tree(path: list[bool], shape: Shape) -> tuple[list[int], list[int]]:
+    """A tree of that shape that has such a path: the row that each node follows, and the path's nodes. Of nodes behind
+    the same row the first is what a chain has."""
+    rows: list[int] = []
+    nodes: list[int] = []
+    row = 0
+    for in_chain in path:
+        rows += [row] * (1 if in_chain else 2)
+        nodes.append(len(rows) - 1)
+        row = len(rows)
+    if len(path) < shape.num_draft_tokens:
+        rows.append(row)
+    return rows + [0] * (shape.num_nodes - len(rows)), nodes

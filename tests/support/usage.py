@@ -11,19 +11,20 @@ def check_usage(
     usage: inference_pb2.Usage,
     num_output_tokens: int,
     draft_tokens: Sequence[inference_pb2.DraftToken] = (),
-    in_trees: bool = False,
+    in_chains: bool = False,
 ) -> None:
     """Holds a request's usage to the tokens its client received over all sequences, and to itself.
 
-    `draft_tokens`: all that the chunks showed, if `include_draft_tokens` was asked for. `in_trees`: whether several
-    tokens of a draft may stand at one position, of which no more are shown than might have been the next.
+    `draft_tokens`: all that the chunks showed, if `include_draft_tokens` was asked for. `in_chains`: whether all
+    drafts were such. In trees several tokens stand at one position, and no more of them are shown than might have been
+    the next.
     """
     assert usage.output_tokens == num_output_tokens, "usage counts other tokens than were received"
     assert usage.accepted_tokens <= usage.draft_tokens, "more accepted than drafted"
     assert usage.accepted_tokens <= usage.output_tokens, "more accepted than came out"
     positions = usage.acceptance_by_position
     num_drafted = sum(entry.drafted for entry in positions)
-    assert num_drafted <= usage.draft_tokens if in_trees else num_drafted == usage.draft_tokens
+    assert num_drafted == usage.draft_tokens if in_chains else num_drafted <= usage.draft_tokens
     assert sum(entry.accepted for entry in positions) == usage.accepted_tokens
     assert all(entry.accepted <= entry.drafted <= usage.rounds for entry in positions)
     # Every round is somebody's, or several's, and drafts are shown as theirs.
@@ -44,6 +45,6 @@ def check_usage(
             drafted = token.origin in (inference_pb2.TOKEN_ORIGIN_ACCEPTED, inference_pb2.TOKEN_ORIGIN_REJECTED)
             assert (token.source != inference_pb2.DRAFT_SOURCE_UNSPECIFIED) == drafted, "whose a token is"
         shown = accepted + rejected
-        as_told = shown <= usage.draft_tokens if in_trees else shown == usage.draft_tokens
+        as_told = shown == usage.draft_tokens if in_chains else shown <= usage.draft_tokens
         assert as_told, "other tokens are shown as drafted than usage counts"
         assert len(origins) - rejected == num_output_tokens, "other tokens are shown than were received"

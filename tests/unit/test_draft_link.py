@@ -10,6 +10,7 @@ from outrider.v1 import draft_pb2, worker_pb2
 
 from services.router.workers import draft_link
 from services.router.workers.draft_link import DraftLane, DraftLink
+from shared.policy.shape import Shape
 from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 
@@ -38,8 +39,8 @@ async def test_a_proposal_may_take_a_small_multiple_of_what_it_should_cost(now: 
     def patience(num_unseen: int, num_draft_tokens: int, others: int = 0, others_unseen: int = 1) -> float:
         link = Link()
         for sequence_id in range(others):
-            link.ask(sequence_id, 9, others_unseen, 4)
-        return link.ask(99, 9, num_unseen, num_draft_tokens).due - now[0]
+            link.ask(sequence_id, 9, others_unseen, Shape(4))
+        return link.ask(99, 9, num_unseen, Shape(num_draft_tokens)).due - now[0]
 
     assert patience(1, 1) == pytest.approx(0.5), "not less: a step may be held up by many things"
     assert patience(101, 16) == pytest.approx(4 * (0.11 + 16 * 0.01))
@@ -51,7 +52,7 @@ async def test_a_proposal_may_take_a_small_multiple_of_what_it_should_cost(now: 
 async def test_a_drafter_hangs_if_nothing_comes_while_answers_are_overdue(now: list[float]) -> None:
     link = Link()
     link._last_response = now[0] - 100  # nobody asked
-    ask = link.ask(1, 9, 1, 4)
+    ask = link.ask(1, 9, 1, Shape(4))
     now[0] = ask.due
     link.watch()
     now[0] += 4.9
@@ -70,13 +71,13 @@ async def test_a_drafter_hangs_if_nothing_comes_while_answers_are_overdue(now: l
 
 async def test_a_silent_drafter_of_which_nothing_is_overdue_does_not_hang(now: list[float]) -> None:
     link = Link()
-    ask = link.ask(1, 9, 1, 4)
+    ask = link.ask(1, 9, 1, Shape(4))
     now[0] = ask.due
     link.watch()
     link._on_response(draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(sequence_id=1, position=9)]))
     assert ask.answer.done()
     now[0] += 100
-    link.ask(2, 9, 1, 4)
+    link.ask(2, 9, 1, Shape(4))
     link._look()
     assert link.num_hung_up == 0
 
@@ -84,7 +85,7 @@ async def test_a_silent_drafter_of_which_nothing_is_overdue_does_not_hang(now: l
 async def test_an_overdue_answer_is_let_come_before_its_sequence_is_released(now: list[float]) -> None:
     link = Link()
     link.info = SimpleNamespace()  # type: ignore[assignment]
-    early, late = link.ask(1, 9, 1, 4), link.ask(2, 9, 1, 4)
+    early, late = link.ask(1, 9, 1, Shape(4)), link.ask(2, 9, 1, Shape(4))
     link.release(1, early)
     now[0] = late.due
     link.release(2, late)
@@ -112,17 +113,17 @@ async def test_a_late_answer_is_heeded_before_the_next_is_asked_for(
     link = Link()
     link.info = worker_pb2.WorkerInfo(max_context=100)
     lane = DraftLane(lambda: link, 3, SamplingParams(), b"")
-    assert await lane.propose([1, 2, 3], 4, "") is None
+    assert await lane.propose([1, 2, 3], Shape(4), "") is None
     assert [operation.propose.token_ids for operation in link._outbox.take()] == [[1, 2, 3]]
     now[0] += 100
     assert not lane.available, "it owes an answer"
-    assert await lane.propose([1, 2, 3, 4], 4, "") is None
+    assert await lane.propose([1, 2, 3, 4], Shape(4), "") is None
     assert link._outbox.take() == []
     link._on_response(
         draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(sequence_id=1, position=3, status=status)])
     )
     assert lane.available
-    assert await lane.propose([1, 2, 3, 4, 5], 4, "") is None
+    assert await lane.propose([1, 2, 3, 4, 5], Shape(4), "") is None
     operations = link._outbox.take()
     asked = [operation.propose for operation in operations if operation.HasField("propose")]
     assert [(each.sequence_id, each.base_length, len(each.token_ids)) for each in asked] == told
@@ -163,7 +164,7 @@ async def test_on_another_worker_it_begins_anew(now: list[float], monkeypatch: p
 async def test_a_late_answer_of_before_says_nothing_of_a_sequence_begun_anew(now: list[float]) -> None:
     link = Link()
     lane = drafting_lane(link)
-    asking = asyncio.create_task(lane.propose([1, 2, 3], 4, ""))
+    asking = asyncio.create_task(lane.propose([1, 2, 3], Shape(4), ""))
     await asyncio.sleep(0)
     answer(link, 1, 3, draft_pb2.DRAFT_STATUS_UNKNOWN_SEQUENCE)
     # Not looked at yet, and already on a new connection.
@@ -198,14 +199,14 @@ async def test_what_was_copied_for_says_nothing_of_what_the_model_has_still_to_c
     link = Link()
     lane = drafting_lane(link)
     tokens = list(range(40))
-    asking = asyncio.create_task(lane.propose(tokens, 4, ""))
+    asking = asyncio.create_task(lane.propose(tokens, Shape(4), ""))
     await asyncio.sleep(0)
     result = draft_pb2.DraftResult(
         sequence_id=1, position=40, status=draft_pb2.DRAFT_STATUS_PROPOSED, num_computed=num_computed
     )
     link._on_response(draft_pb2.DraftResponse(results=[result]))
     assert await asking is not None
-    asking = asyncio.create_task(lane.propose([*tokens, 7], 4, ""))
+    asking = asyncio.create_task(lane.propose([*tokens, 7], Shape(4), ""))
     await asyncio.sleep(0)
     assert link._asks[1, 41].num_unseen == 41 - num_computed
     lane.release()
@@ -219,11 +220,11 @@ async def test_of_two_who_ask_the_one_who_looks_late_leaves_the_other_its_propos
 ) -> None:
     link = Link()
     lane = drafting_lane(link)
-    scout = asyncio.create_task(lane.propose([1, 2, 3], 4, ""))
+    scout = asyncio.create_task(lane.propose([1, 2, 3], Shape(4), ""))
     await asyncio.sleep(0)
     answer(link, 1, 3, status)
     # Before the scout gets to see it.
-    other = lane.propose([1, 2, 3, 4], 4, "")
+    other = lane.propose([1, 2, 3, 4], Shape(4), "")
     other.send(None)
     assert await scout is None or status == draft_pb2.DRAFT_STATUS_PROPOSED
     assert len(link._asks) == 1
@@ -238,7 +239,7 @@ async def test_of_two_who_ask_the_one_who_looks_late_leaves_the_other_its_propos
 async def test_a_sequence_lost_again_and_again_is_not_told_again_at_once(now: list[float]) -> None:
     link = Link()
     lane = drafting_lane(link)
-    proposing = asyncio.create_task(lane.propose([1, 2, 3], 4, ""))
+    proposing = asyncio.create_task(lane.propose([1, 2, 3], Shape(4), ""))
     for sequence_id in (1, 2):
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -12,6 +12,7 @@ import pytest
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.drafting import Drafting, Situation
 from shared.policy.gamma import GammaController
+from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
 from tests.benchmarks.gamma_grid import Cell, run_cell
 from tests.support.speculation_simulator import Machine, Simulation, Workload
@@ -47,7 +48,7 @@ def pass_one(found: GammaController, clock: Clock, gamma: int, took: float) -> N
     """A single sequence has a round of γ draft tokens, or with none a plain step, that takes so long."""
     clock.now += took
     if gamma:
-        found.observe_round(1, gamma, 1, took)
+        found.observe_round(1, Shape(gamma), 1, took)
     else:
         found.observe_plain(1, took, clock.now)
 
@@ -137,7 +138,7 @@ def test_gamma_follows_acceptance() -> None:
 @pytest.mark.parametrize(("ratio", "rate"), [(0.3, 0.0), (0.9, 0.3)])
 def test_what_never_pays_takes_little(ratio: float, rate: float) -> None:
     workload = Workload(lambda _: 4, lambda _: rate, 100)
-    simulation, off = run(workload, ratio), Simulation(Machine(ratio), workload, 0, 0)
+    simulation, off = run(workload, ratio), Simulation(Machine(ratio), workload, 0, PLAIN)
     assert simulation.tokens >= 0.95 * (off.run() * workload.seconds)
     assert share_drafted(simulation, 20, 60) < 0.03
 
@@ -296,7 +297,7 @@ def test_one_user_with_pauses_has_drafts_whatever_happens_now_and_then(seed: int
             if gamma:
                 accepted = next((i for i in range(gamma) if dice.random() > 0.7), gamma)
                 sequence.acceptance.observe(gamma, accepted)
-                found.observe_round(1, gamma, 1, took)
+                found.observe_round(1, Shape(gamma), 1, took)
                 num_output, drafted = num_output + accepted + 1, drafted + accepted + 1
             else:
                 found.observe_plain(1, took, clock.now)
@@ -313,7 +314,7 @@ def test_rounds_are_not_tried_where_they_end_before_they_tell(num_remaining: int
     """They promise little, and were never tried."""
     found = controller(flat(0.01), flat(0.0092), Clock())
     where = Situation(1, 0, 0, 1, 64, num_remaining)
-    assert 1.0 < found._costs.gain(1, 1, 1.95, 100.0, 0.0, 0.0) < 1.03
+    assert 1.0 < found._costs.gain(1, Shape(1), 1.95, 100.0, 0.0, 0.0) < 1.03
     found.choose(drafting(0.95), where)
     assert (found.gamma > 0) == begins
 
@@ -368,7 +369,7 @@ def test_who_joins_beside_prompts_depends_on_whether_the_drafter_slows_plain_ste
     found.acceptance = at(0.2)
     num_scouts = 0
     for _ in range(4000):
-        scout = Drafting(found.acceptance, in_shadow=True)
+        scout = Drafting(found.acceptance, coupled=True)
         assert found.choose(scout, situation(1, 1024)) == 0
         num_scouts += scout.num_scouting_rounds > 0
         for _ in range(16):
@@ -461,7 +462,7 @@ def test_plain_steps_that_seem_to_take_longer_than_the_rounds_they_are_part_of_a
         took = 0.05 + gamma * 0.02
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
         gammas.append(gamma)
@@ -483,7 +484,7 @@ def test_plain_steps_that_do_take_longer_than_rounds_are_measured_ever_less_ofte
         took = 0.04 if gamma else 0.05
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
     assert 3 <= len(measured_at) <= 9
@@ -503,7 +504,7 @@ def test_however_sure_drafting_seems_plain_steps_are_measured_once_a_minute() ->
         took = 0.05 + gamma * 0.001
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
     assert len(measured_at) == 3
@@ -576,7 +577,7 @@ def test_where_the_load_changes_to_and_fro_what_was_measured_stays_known() -> No
         clock.now += took
         for each in gammas:
             if each:
-                found.observe_round(load, each, 1, took)
+                found.observe_round(load, Shape(each), 1, took)
             else:
                 found.observe_plain(load, took, clock.now)
         num_all += 1
@@ -590,7 +591,7 @@ def test_who_has_short_replies_is_tried_with_too_after_some_of_them() -> None:
     found = controller(flat(0.05), flat(0.025), clock)
     shares = []
     for _ in range(80):
-        sequence = Drafting(found.acceptance, in_shadow=True)
+        sequence = Drafting(found.acceptance, coupled=True)
         sequence.acceptance = at(0.7)
         num_output, drafted = 1.0, 0.0
         while num_output < 24:
@@ -599,7 +600,7 @@ def test_who_has_short_replies_is_tried_with_too_after_some_of_them() -> None:
             took, tokens = 0.05 + gamma * 0.025, expected_tokens(0.7, gamma)
             clock.now += took
             if gamma:
-                found.observe_round(1, gamma, 1, took)
+                found.observe_round(1, Shape(gamma), 1, took)
             else:
                 found.observe_plain(1, took, clock.now)
             num_output += tokens
@@ -646,8 +647,8 @@ def test_plain_steps_follow_the_machine_while_rounds_go_on_as_far_as_it_may_be_t
                 if gamma == 0:
                     found.observe_plain(1, 0.05, clock.now)
             clock.now += times * (0.05 + gamma * 0.005) - 0.05
-            found.observe_round(1, gamma, 1, times * (0.05 + gamma * 0.005))
-        return found.plain_seconds(1), found._round_seconds(1, gamma) / (0.05 + gamma * 0.005)
+            found.observe_round(1, Shape(gamma), 1, times * (0.05 + gamma * 0.005))
+        return found.plain_seconds(1), found._round_seconds(1, Shape(gamma)) / (0.05 + gamma * 0.005)
 
     assert rounds(1.0) == pytest.approx((0.05, 1.0), rel=0.02)
     assert rounds(1.1) == pytest.approx((0.055, 1.1), rel=0.03)
@@ -667,12 +668,12 @@ def test_rounds_become_slower_with_plain_steps_where_nobody_drafts_and_while_the
         took = 0.05 + gamma * 0.02 if gamma else 0.06
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
     assert found.plain_seconds(1) > 0.054
     seconds = 0.05 + 4 * 0.02
-    assert found._round_seconds(1, 4) == pytest.approx(seconds, rel=0.01), "amid rounds, as slow as ever"
+    assert found._round_seconds(1, Shape(4)) == pytest.approx(seconds, rel=0.01), "amid rounds, as slow as ever"
 
     found.leave(sequence, None)
     hopeless = drafting(0.0)
@@ -681,7 +682,7 @@ def test_rounds_become_slower_with_plain_steps_where_nobody_drafts_and_while_the
         assert found.choose(hopeless, situation()) == 0
         found.observe_plain(1, 0.12, clock.now)
     assert found.plain_seconds(1) == pytest.approx(0.12, rel=0.05)
-    assert found._round_seconds(1, 4) == pytest.approx(seconds * (0.12 + 0.08) / (0.055 + 0.08), rel=0.1)
+    assert found._round_seconds(1, Shape(4)) == pytest.approx(seconds * (0.12 + 0.08) / (0.055 + 0.08), rel=0.1)
 
 
 def test_before_drafting_ends_a_smaller_gamma_that_was_never_tried_gets_its_chance() -> None:
@@ -695,7 +696,7 @@ def test_before_drafting_ends_a_smaller_gamma_that_was_never_tried_gets_its_chan
         took = (0.05, 0.052, 0.25)[min(gamma, 2)]
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
         gammas.append(gamma)
@@ -715,7 +716,7 @@ def test_the_next_smaller_gamma_is_tried_again_after_long(bad: float) -> None:
         took = (0.05, bad if gammas.count(1) < 5 else 0.05, 0.0775, 0.25)[min(gamma, 3)]
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
         gammas.append(gamma)
@@ -736,7 +737,7 @@ def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() ->
         took = slow * (0.05 + gamma * 0.005)
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
     assert sum(gamma > 0 for gamma in gammas[210:]) > 0.85 * len(gammas[210:])
@@ -758,7 +759,7 @@ def test_a_trial_that_is_in_vain_takes_few_rounds(times: float, transport: float
         clock.now += took
         for gamma in gammas:
             if gamma:
-                found.observe_round(8, gamma, 1, took)
+                found.observe_round(8, Shape(gamma), 1, took)
             else:
                 found.observe_plain(8, took, clock.now)
         num_rounds += any(gammas)
@@ -769,7 +770,7 @@ def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock)
     untried = found._begin_at(1)
-    found._costs._overhead.observe(1, 1, 0.055, 0.055, 1.0)
+    found._costs._overhead.observe(1, (1, False), 0.055, 0.055, 1.0)
     before = found._begin_at(1)
     assert before > untried == 1.0, "what rounds take is not known before there were any"
     trials = found._costs._trials_at(1)
@@ -792,7 +793,7 @@ def test_drafting_that_ends_for_a_load_never_drafted_at_was_not_in_vain_at_the_l
         took = 0.05 + gamma * 0.005
         clock.now += took
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         else:
             found.observe_plain(1, took, clock.now)
     assert found.gamma > 0
@@ -815,11 +816,11 @@ def test_nothing_is_learnt_while_the_drafter_catches_up() -> None:
     clock.now += 1
     found.choose(other, situation(2, num_unseen=500))
     clock.now += 0.4
-    found.observe_round(2, 4, 1, 0.4)
-    assert found._costs._overhead.count(2, 4) == 0.0
+    found.observe_round(2, Shape(4), 1, 0.4)
+    assert found._costs._overhead.count(2, (4, False)) == 0.0
     clock.now += 2
-    found.observe_round(2, 4, 1, 0.06)
-    assert found._costs._overhead.count(2, 4) > 0.0
+    found.observe_round(2, Shape(4), 1, 0.06)
+    assert found._costs._overhead.count(2, (4, False)) > 0.0
 
 
 @pytest.mark.parametrize(("step", "least", "most"), [(0.001, 8, 10), (0.004, 32, 34), (0.012, 98, 100)])
@@ -862,7 +863,7 @@ def test_nothing_is_learnt_of_plain_steps_while_one_scouts_in_their_shadow() -> 
     """Where the drafter is on the same cores, each of its rounds takes from the plain steps beside it."""
     clock = Clock()
     found = controller(flat(0.05), flat(0.04), clock)
-    scout = Drafting(found.acceptance, in_shadow=True)
+    scout = Drafting(found.acceptance, coupled=True)
     assert found.choose(scout, situation(2)) == 0
 
     def plain_steps(seconds: float) -> None:
@@ -884,7 +885,7 @@ def test_nothing_is_learnt_of_plain_steps_while_one_scouts_in_their_shadow() -> 
 def test_a_scout_that_leaves_before_its_rounds_are_made_silences_nobody() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.04), clock)
-    scout = Drafting(found.acceptance, in_shadow=True)
+    scout = Drafting(found.acceptance, coupled=True)
     assert found.choose(scout, situation(2)) == 0
     assert scout.num_scouting_rounds > 0
     found.leave(scout, None)
@@ -944,7 +945,7 @@ def test_nothing_is_unlearnt_while_there_is_nothing_to_choose() -> None:
         gamma = found.choose(sequence, situation())
         took = 3 * (0.05 + gamma * 0.005) if gamma else 0.05
         if gamma:
-            found.observe_round(1, gamma, 1, took)
+            found.observe_round(1, Shape(gamma), 1, took)
         clock.now += took
         gammas.append(gamma)
     assert gammas[0] > 0
@@ -995,7 +996,7 @@ def test_scouts_take_a_hundredth_of_the_time() -> None:
         if gamma:
             took = 0.02 + gamma * 0.004
             sequence.acceptance.observe(gamma, 0)
-            found.observe_round(1, gamma, 8, took)
+            found.observe_round(1, Shape(gamma), 8, took)
             if clock.now - began > 60:
                 scouting += took
         else:
@@ -1016,7 +1017,7 @@ def test_scouts_that_find_nothing_new_go_less_often() -> None:
             began_at.append(clock.now)
         if gamma:
             sequence.acceptance.observe(gamma, 0)
-            found.observe_round(1, gamma, 8, 0.02 + gamma * 0.004)
+            found.observe_round(1, Shape(gamma), 8, 0.02 + gamma * 0.004)
         clock.now += 0.05
     pauses = [after - before for before, after in pairwise(began_at)]
     assert pauses[1] == pytest.approx(2 * pauses[0], rel=0.1)
@@ -1030,7 +1031,7 @@ def test_pauses_between_short_loads_earn_a_scout_no_time() -> None:
     found = controller(flat(0.001), flat(0.0002), clock)
     num_scouts = 0
     for _ in range(300):
-        sequence = Drafting(at(0.1), in_shadow=True)
+        sequence = Drafting(at(0.1), coupled=True)
         for _ in range(25):
             assert found.choose(sequence, situation(num_unseen=8)) == 0
             if sequence.num_scouting_rounds:
@@ -1066,11 +1067,11 @@ def test_a_slow_round_teaches_no_more_than_a_somewhat_slow_one() -> None:
         sequence = drafting(0.8)
         for _ in range(20):
             gamma = found.choose(sequence, situation())
-            found.observe_round(1, gamma, 1, 0.05 + gamma * 0.002)
+            found.observe_round(1, Shape(gamma), 1, 0.05 + gamma * 0.002)
             clock.now += 0.06
         change(found)
         clock.now += 1
         return found.choose(sequence, situation())
 
     assert gamma_after(lambda _: None) > 0
-    assert gamma_after(lambda found: found.observe_round(1, 4, 1, 100.0)) > 0
+    assert gamma_after(lambda found: found.observe_round(1, Shape(4), 1, 100.0)) > 0

@@ -12,20 +12,19 @@ from outrider.v1 import worker_pb2
 from services.router.generation.scout import Scout
 from services.router.workers.draft_link import DraftLane
 from shared.policy.drafting import Drafting
+from shared.policy.shape import Shape
 
 
 class Drafter:
     """A lane whose proposals the test gives. `asked` holds the committed tokens and γ of every one."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[int], int, str]] = []
+        self.asked: list[tuple[list[int], Shape, str]] = []
         self.answers: list[asyncio.Future[worker_pb2.Proposal | None]] = []
         self.num_cancelled = 0
 
-    async def propose(
-        self, token_ids: Sequence[int], num_draft_tokens: int, traceparent: str
-    ) -> worker_pb2.Proposal | None:
-        self.asked.append((list(token_ids), num_draft_tokens, traceparent))
+    async def propose(self, token_ids: Sequence[int], shape: Shape, traceparent: str) -> worker_pb2.Proposal | None:
+        self.asked.append((list(token_ids), shape, traceparent))
         self.answers.append(asyncio.get_running_loop().create_future())
         try:
             return await self.answers[-1]
@@ -49,7 +48,7 @@ class ScoutingSequence:
 
     def __init__(self, num_rounds: int = 2) -> None:
         self.drafter = Drafter()
-        self.drafting = Drafting(in_shadow=True)
+        self.drafting = Drafting(coupled=True)
         self.drafting.num_scouting_rounds, self.drafting.num_scouting_tokens = num_rounds, 3
         self.scout = Scout(cast(DraftLane, self.drafter), self.drafting)
         self.token_ids = [1, 2]
@@ -76,7 +75,7 @@ def expected(num_drafted: int, num_accepted: int) -> tuple[float, float]:
 async def test_it_learns_what_a_round_would_have_taught(drafted: tuple[int, ...], num_accepted: int) -> None:
     sequence = ScoutingSequence()
     await sequence.commit(3)
-    assert sequence.drafter.asked == [([1, 2, 3], 3, "parent")]
+    assert sequence.drafter.asked == [([1, 2, 3], Shape(3), "parent")]
     await sequence.commit(4)
     await sequence.drafter.answer(*drafted)
     await sequence.commit(5)
@@ -84,7 +83,7 @@ async def test_it_learns_what_a_round_would_have_taught(drafted: tuple[int, ...]
     await sequence.commit(6)
     assert sequence.observed == expected(3, num_accepted)
     assert sequence.drafting.num_scouting_rounds == 1
-    assert sequence.drafter.asked[1:] == [([1, 2, 3, 4, 5, 6], 3, "parent")], "the next at once"
+    assert sequence.drafter.asked[1:] == [([1, 2, 3, 4, 5, 6], Shape(3), "parent")], "the next at once"
 
 
 async def test_a_late_proposal_is_compared_with_tokens_long_committed() -> None:

@@ -88,7 +88,8 @@ class UsageMeter:
             its.rounds += 1
             its.draft_tokens += sources.count(name)
             its.accepted_tokens += sum(accepted[:num_kept])
-            self._metrics.round_verified(name, sources.count(name), sum(accepted))
+            # Of a tree as many positions as it has.
+            self._metrics.round_verified(name, min(sources.count(name), depth), sum(accepted))
 
     def finished(self, error_type: str | None) -> None:
         """The request ended; `error_type` is the gRPC status name unless all went well."""

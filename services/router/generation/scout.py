@@ -9,6 +9,7 @@ from outrider.v1 import worker_pb2
 
 from services.router.workers.draft_link import DraftLane
 from shared.policy.drafting import Drafting
+from shared.policy.shape import Shape
 
 
 class Scout:
@@ -32,7 +33,7 @@ class Scout:
             self._compare(token_ids)
         if self._proposing is None and self._drafting.num_scouting_rounds > 0:
             self._position = len(token_ids)
-            proposal = self._draft.propose(list(token_ids), self._drafting.num_scouting_tokens, traceparent())
+            proposal = self._draft.propose(list(token_ids), Shape(self._drafting.num_scouting_tokens), traceparent())
             self._proposing = asyncio.create_task(proposal)
 
     def end(self) -> None:

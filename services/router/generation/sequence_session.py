@@ -15,9 +15,10 @@ from services.router.workers.target_link import LaneResult, TargetLane, TargetLi
 from shared.policy.drafting import Situation
 from shared.policy.gamma import GammaController
 from shared.policy.pace import Pace
+from shared.policy.shape import PLAIN, Shape
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
-from shared.sampling.proposal import Proposal
+from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
 from shared.telemetry.tracing import current_traceparent, traceparent
 from shared.worker.draft_sources import SOURCES
@@ -71,7 +72,12 @@ class SequenceSession:
         home = lane.link if passage is None else passage.destination
         self._gamma = None if self._draft is None else session.fleet.gamma(home, self._draft.link)
         prior = None if self._gamma is None else self._gamma.acceptance
-        self._pace = Pace(prior, session.options.num_draft_tokens, in_shadow=params.coupled)
+        options = session.options
+        # A shape that the client fixed is none that all draft.
+        self._fixed = None
+        if options.num_draft_tokens is not None:
+            self._fixed = Shape(options.num_draft_tokens, options.num_nodes)
+        self._pace = Pace(prior, self._fixed, coupled=params.coupled)
         self._scout = Scout(self._draft, self._pace.drafting) if self._draft is not None and params.coupled else None
 
     async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
@@ -157,8 +163,8 @@ class SequenceSession:
         if not self._pace.enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
             situation = self._situation()
             move = self._pace.next(self._controller(), situation, lane.num_steps, lane.link.num_ahead)
-            if move.num_draft_tokens > 0:
-                return await self._round(move.num_draft_tokens, last, situation)
+            if move.shape != PLAIN:
+                return await self._round(move.shape, last, situation)
             if move.catch_up and self._draft is not None:
                 self._draft.prefill(self._token_ids, current_traceparent())
             if move.num_steps > 0:
@@ -173,7 +179,7 @@ class SequenceSession:
             gamma.observe_plain(load, entry.seconds_since(last), entry.received, len(entry.result.token_ids))
         return entry
 
-    async def _round(self, num_draft_tokens: int, last: LaneResult, situation: Situation) -> LaneResult:
+    async def _round(self, shape: Shape, last: LaneResult, situation: Situation) -> LaneResult:
         """Draft, verify: one span, with the workers' spans as its children."""
         assert self._draft is not None
         lane = self._lane
@@ -181,11 +187,9 @@ class SequenceSession:
             parent = traceparent(span)
             controller = self._controller()
             least = 0.0
-            if controller is not None and self._options.num_draft_tokens is None:
-                least = controller.least_likelihood(situation.load, num_draft_tokens)
-            proposal = await self._draft.propose(
-                self._token_ids, num_draft_tokens, parent, self._options.num_nodes, least
-            )
+            if controller is not None and self._fixed is None:
+                least = controller.least_likelihood(situation.load, shape.num_verified)
+            proposal = await self._draft.propose(self._token_ids, shape, parent, least)
             # Without a proposal it decodes plainly for a while before the drafter is asked again.
             lane.verify(len(self._token_ids), proposal, lane.link.num_ahead if proposal is None else 1, parent)
             entry = await lane.next()
@@ -198,25 +202,34 @@ class SequenceSession:
                     NUM_ACCEPTED: entry.result.num_accepted,
                 }
             )
-        # Where the drafter found nothing, what the target drafted itself is none of it.
-        drafted, accepted = 0, 0
-        if _is_round(entry.result):
-            drafted, accepted = entry.result.num_draft_tokens, entry.result.num_accepted
-        if drafted and proposal is not None:
-            self._proposal = proposal
-            if proposal.parents:
-                return entry  # which says nothing of chains
-        if proposal is not None and len(proposal.token_ids) < num_draft_tokens:
-            drafted = num_draft_tokens  # what the drafter left out is none that it would have seen accepted
-        if drafted:
-            self._pace.drafting.acceptance.observe(drafted, accepted)
-            gamma = self._controller()
-            # What it takes beside prompts that fill the steps says little of others; nor is a γ that the client fixed
-            # one that all draft.
-            fixed = self._options.num_draft_tokens is not None
-            if gamma is not None and not fixed and not situation.prefill_bound:
-                gamma.observe_round(situation.load, drafted, situation.num_unseen, entry.seconds_since(last))
+        if proposal is not None:
+            # Where the drafter found nothing, what the target drafted itself is none of it.
+            verified = _is_round(entry.result) and entry.result.num_draft_tokens > 0
+            if verified:
+                self._proposal = proposal
+            if verified or len(proposal.token_ids) < shape.num_draft_tokens:
+                controller = self._controller()
+                self._learn(shape, proposal, entry.result if verified else None)
+                # What it takes beside prompts that fill the steps says little of others.
+                if controller is not None and self._fixed is None and not situation.prefill_bound:
+                    controller.observe_round(situation.load, shape, situation.num_unseen, entry.seconds_since(last))
         return entry
+
+    def _learn(self, asked: Shape, proposal: worker_pb2.Proposal, result: target_pb2.StepResult | None) -> None:
+        """Takes note of what became of a proposal of the drafter's, asked for like that; None: nothing was in it."""
+        num_accepted = 0 if result is None else result.num_accepted
+        # By a token that was drafted: there was none behind it to be looked for.
+        stopped = result is not None and result.status == target_pb2.STEP_STATUS_STOPPED
+        ended = stopped and result is not None and num_accepted == len(result.token_ids)
+        drafting, gamma = self._pace.drafting, self._gamma
+        if not asked.is_tree:
+            # What the drafter left out is none that would have been accepted.
+            drafting.acceptance.observe(num_accepted if ended else asked.num_draft_tokens, num_accepted)
+        elif self._fixed is None:
+            found = EMPTY_PROPOSAL if result is None else proposal_from_proto(proposal)
+            path = found.path(() if result is None else result.token_ids[:num_accepted])
+            trees = None if gamma is None else gamma.trees
+            drafting.observe_tree(found.followed_rows(), path, asked, ended, trees)
 
     def _controller(self) -> GammaController | None:
         """γ's controller of the worker we are on; None while there is no drafting."""

@@ -14,6 +14,7 @@ import grpc
 from outrider.v1 import draft_pb2, draft_pb2_grpc, inference_pb2, worker_pb2
 
 from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
+from shared.policy.shape import Shape
 from shared.sampling.params import SamplingParams
 from shared.security.identity import PLAIN, Identity
 from shared.worker.messages import params_to_proto
@@ -34,11 +35,13 @@ _SILENCE_SECONDS = 5.0
 @dataclass(eq=False, slots=True)
 class Ask:
     """A proposal asked for and not yet there. `num_unseen` tokens come before it that the drafter may not have
-    computed yet; `due` (`time.monotonic`) is when it should be there. `answer` is None if the connection is lost."""
+    computed yet, and each of its steps computes `num_rows`; `due` (`time.monotonic`) is when it should be there.
+    `answer` is None if the connection is lost."""
 
     sequence_id: int
     position: int
     num_unseen: int
+    num_rows: int
     due: float
     answer: asyncio.Future[draft_pb2.DraftResult | None]
 
@@ -111,17 +114,15 @@ class DraftLane:
     async def propose(
         self,
         token_ids: Sequence[int],
-        num_draft_tokens: int,
+        shape: Shape,
         traceparent: str,
-        num_nodes: int = 0,
         least_likelihood: float = 0.0,
     ) -> worker_pb2.Proposal | None:
-        """A proposal of at most `num_draft_tokens` behind the committed `token_ids`, or with more `num_nodes` than
-        these a tree of so many; or None. Tokens known to be accepted less often than `least_likelihood` are left out:
-        maybe all."""
+        """A proposal of at most that shape behind the committed `token_ids`, or None. Tokens known to be accepted less
+        often than `least_likelihood` are left out: maybe all."""
         wanted = draft_pb2.Propose(
-            num_draft_tokens=num_draft_tokens,
-            num_nodes=num_nodes,
+            num_draft_tokens=shape.num_draft_tokens,
+            num_nodes=shape.num_nodes,
             least_likelihood=least_likelihood,
             sources=self._sources,
             traceparent=traceparent,
@@ -132,7 +133,7 @@ class DraftLane:
                 return None
             link = self._tell(token_ids, wanted)
             num_unseen = len(token_ids) - self._num_computed
-            ask = self._ask = link.ask(self._sequence_id, len(token_ids), num_unseen, num_draft_tokens)
+            ask = self._ask = link.ask(self._sequence_id, len(token_ids), num_unseen, shape)
             await asyncio.wait([ask.answer], timeout=ask.due - time.monotonic())
             if not ask.answer.done():
                 logger.info("no proposal in time", extra={"address": link.address, "unseen": num_unseen})
@@ -243,11 +244,12 @@ class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftReques
         """The worker does not have it any more."""
         self._begun.discard(sequence_id)
 
-    def ask(self, sequence_id: int, position: int, num_unseen: int, num_draft_tokens: int) -> Ask:
+    def ask(self, sequence_id: int, position: int, num_unseen: int, shape: Shape) -> Ask:
         """Notes that the worker was asked for a proposal behind that many committed tokens."""
         now = time.monotonic()
-        due = now + self._patience(num_unseen, num_draft_tokens)
-        ask = Ask(sequence_id, position, num_unseen, due, asyncio.get_running_loop().create_future())
+        due = now + self._patience(num_unseen, shape)
+        answer = asyncio.get_running_loop().create_future()
+        ask = Ask(sequence_id, position, num_unseen, shape.num_step_rows, due, answer)
         self._asks[sequence_id, position] = ask
         return ask
 
@@ -281,10 +283,11 @@ class DraftLink(WorkerConnection[draft_pb2.DraftOperation, draft_pb2.DraftReques
         else:
             self._watching = asyncio.get_running_loop().call_later(silent_until - now, self._look)
 
-    def _patience(self, num_unseen: int, num_draft_tokens: int) -> float:
+    def _patience(self, num_unseen: int, shape: Shape) -> float:
         """Seconds to wait for a proposal: the drafter catches up with all sequences that wait, then drafts for all."""
         num_unseen += sum(ask.num_unseen for ask in self._asks.values())
-        expected = self.costs.seconds(num_unseen) + num_draft_tokens * self.costs.seconds(1 + len(self._asks))
+        num_rows = shape.num_step_rows + sum(ask.num_rows for ask in self._asks.values())
+        expected = self.costs.seconds(num_unseen) + shape.num_draft_tokens * self.costs.seconds(num_rows)
         return min(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * expected), _MOST_PATIENCE_SECONDS)
 
     def _new_request(self, operations: Sequence[draft_pb2.DraftOperation]) -> draft_pb2.DraftRequest:

@@ -50,6 +50,7 @@ class Fleet:
         drafts: Sequence[str],
         tokenizer_fingerprint: str,
         max_num_draft_tokens: int,
+        max_num_nodes: int,
         redis_url: str | None,
         deployment: str = DEFAULT_DEPLOYMENT,
         prefix_store: str | None = None,
@@ -65,6 +66,7 @@ class Fleet:
         self._directory = Directory(redis_url, deployment) if redis_url is not None and not targets else None
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._max_num_draft_tokens = max_num_draft_tokens
+        self._max_num_nodes = max_num_nodes
         self._info: worker_pb2.WorkerInfo | None = None
         self._first_target_at: float | None = None
         self._controllers: dict[tuple[TargetLink, DraftLink], tuple[tuple[int, int], GammaController]] = {}
@@ -154,7 +156,9 @@ class Fleet:
         known = self._controllers.get((target, draft))
         if known is None or known[0] != epochs:
             costs = step_costs(target.info), step_costs(draft.info)
-            controller = GammaController(*costs, self._max_num_draft_tokens)
+            # A tree and the token that it follows are computed in one step.
+            most_nodes = min(self._max_num_nodes, target.info.max_batch_tokens - 1)
+            controller = GammaController(*costs, self._max_num_draft_tokens, max_num_nodes=most_nodes)
             known = self._controllers[target, draft] = (epochs, controller)
         return known[1]
 

@@ -1,0 +1,126 @@
+"""What trees bring is learnt from their rounds, and they are drafted where that is more than chains do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shared.policy.acceptance import Acceptance
+from shared.policy.drafting import Drafting, Situation
+from shared.policy.gamma import GammaController
+from shared.policy.shape import TREE_WIDTH, Shape
+from shared.policy.step_costs import StepCosts
+from shared.policy.trees import Trees
+from shared.sampling import draft_tree
+from tests.support.speculation_simulator import Machine, Simulation, Workload
+
+# Twelve rows cost little more than one, as where a step waits for its weights.
+FLAT = StepCosts([(1, 0.010), (12, 0.012), (24, 0.030), (512, 0.6)])
+
+
+def test_trees_are_as_large_as_costs_little() -> None:
+    shapes = Trees(16).shapes(FLAT, 1, 8)
+    assert {shape.num_nodes for shape in shapes} == {5, 8, 11}, "sixteen rows cost half a step more"
+    assert {shape.num_draft_tokens for shape in shapes} == {1, 2, 3, 4, 6}
+    assert all(1.5 <= shape.branching <= 8 for shape in shapes)
+    assert {shape.num_nodes for shape in Trees(8).shapes(FLAT, 1, 2)} == {5, 8}, "no more than may be"
+    assert not Trees(16).shapes(FLAT, 12, 8), "each row of so many sequences costs what it computes"
+    assert not Trees(0).shapes(FLAT, 1, 8)
+    free = StepCosts([(1, 0.010), (512, 0.010)])
+    assert max(shape.num_nodes for shape in Trees(64).shapes(free, 16, 8)) == 15, "prompts have room beside them"
+    assert max(shape.num_nodes for shape in Trees(64).shapes(free, 1, 8)) == 47, "nor are there more at one place"
+    assert [shape.num_draft_tokens for shape in Trees(16).shapes(FLAT, 1, 3)] == [1, 1, 2, 2, 2, 3, 3, 3], "nor deeper"
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.5])
+def test_what_the_most_likely_tokens_miss_together_is_learnt(exponent: float) -> None:
+    dice, trees = random.Random(1), Trees(16)
+    for _ in range(4000):
+        alpha, shape = dice.uniform(0.3, 0.9), dice.choice([Shape(3, 12), Shape(6, 12)])
+        missed = dice.random() < (shape.num_nodes / shape.num_draft_tokens) ** -exponent * (1 - alpha)
+        trees.observe(alpha, shape, 1, int(missed))
+    for shape, branching in ((Shape(2, 4), 2), (Shape(2, 10), 5)):
+        assert 1 - trees.rate(0.6, shape) == pytest.approx(branching**-exponent * 0.4, rel=0.25)
+    assert trees.rate(1.0, Shape(2, 4)) == 1.0
+
+
+def test_of_a_trees_rounds_is_learnt_what_a_chain_would_have_had() -> None:
+    """Nodes 0 and 1 follow the text, 2 and 3 node 0, 4 and 5 node 1, and the first of each pair is the likelier."""
+    rows = [0, 0, 1, 1, 2, 2]
+    found = {}
+    for path in ([], [0], [1], [0, 2], [1, 5]):
+        sequence = Drafting(Acceptance())
+        sequence.observe_tree(rows, path, Shape(2, 6), False, None)
+        found[tuple(path)] = sequence.acceptance._num_accepted, sequence.acceptance._num_examined
+    # Behind a leaf nothing was looked for.
+    assert found == {(): (0, 1), (0,): (1, 2), (1,): (0, 2), (0, 2): (2, 2), (1, 5): (0, 2)}
+
+
+def learnt(followed_rows: list[int], path: list[int], asked: Shape, ended: bool = False) -> tuple[float, float, float]:
+    """What is learnt of one proposal: draft tokens kept and examined, as in chains, and how much the trees' chance."""
+    sequence, trees = Drafting(Acceptance()), Trees(16)
+    before = trees.rate(0.5, asked)
+    sequence.observe_tree(followed_rows, path, asked, ended, trees)
+    return sequence.acceptance._num_accepted, sequence.acceptance._num_examined, trees.rate(0.5, asked) - before
+
+
+def test_what_a_drafter_leaves_out_would_not_have_been_accepted() -> None:
+    """Two tokens where a tree of sixteen was asked for: in a chain of four they would be two kept of three."""
+    assert learnt([0, 1], [0, 1], Shape(4, 16))[:2] == (2, 3)
+    assert learnt([0, 0, 0, 1, 1, 1], [0, 3], Shape(4, 16))[:2] == (2, 3)
+    assert learnt([0, 0, 1, 1], [0, 2], Shape(2, 4))[:2] == (2, 2), "nothing was left out"
+    kept, examined, better = learnt([], [], Shape(4, 16))
+    assert (kept, examined) == (0, 1)
+    assert better < 0, "who asks such a drafter for trees gets none"
+
+
+def test_behind_a_token_that_ends_the_sequence_nothing_is_missed() -> None:
+    rows = [0, 0, 1, 1, 2, 2, 3, 3]
+    kept, examined, better = learnt(rows, [0], Shape(3, 8), ended=True)
+    assert (kept, examined) == (1, 1)
+    assert better > 0
+    kept, examined, worse = learnt(rows, [0], Shape(3, 8))
+    assert (kept, examined) == (1, 2)
+    assert worse < better
+
+
+def test_a_step_of_the_policys_trees_is_as_wide_as_one_of_the_drafters() -> None:
+    assert draft_tree.WIDTH == TREE_WIDTH
+
+
+@pytest.mark.parametrize("others_coupled", [True, False])
+def test_trees_are_for_where_all_may_have_some(others_coupled: bool) -> None:
+    controller = GammaController(FLAT, StepCosts([(1, 0.001), (512, 0.05)]), 8, lambda: 0.0, max_num_nodes=16)
+    first, second = Drafting(controller.acceptance, coupled=True), Drafting(controller.acceptance, others_coupled)
+    situation = Situation(load=1, num_waiting=0, num_prefill_tokens=0, num_unseen=1, num_output=10, num_remaining=500)
+    controller._members[second], second.situation = None, situation
+    assert controller.choose(first, situation) > 0
+    assert controller.shape.is_tree == others_coupled
+    assert first.num_nodes == (controller.shape.num_nodes if others_coupled else 0)
+    assert controller.choose(second, situation) == controller.gamma
+    beside_prompts = situation._replace(num_prefill_tokens=10_000)
+    controller.choose(first, beside_prompts)
+    assert first.num_nodes == 0, "prompts need the rows"
+
+
+def tokens_per_second(machine: Machine, workload: Workload, fixed: Shape | None) -> float:
+    return Simulation(machine, workload, 3, fixed).run()
+
+
+CHAINS = [Shape(gamma) for gamma in (0, 1, 2, 3, 4, 6, 8)]
+TREES = [Shape(2, 11), Shape(3, 11), Shape(3, 15), Shape(4, 15), Shape(6, 15)]
+
+
+@pytest.mark.parametrize(
+    ("streams", "misses", "draft_ratio"), [(1, 0.4, 0.15), (1, 1.0, 0.15), (8, 0.4, 0.15), (1, 0.4, 0.02)]
+)
+def test_the_policy_drafts_trees_where_they_bring_more(streams: int, misses: float, draft_ratio: float) -> None:
+    machine = Machine(draft_ratio)
+    workload = Workload(lambda _: streams, lambda _: 0.6, 100, tree_misses=misses)
+    chains = max(tokens_per_second(machine, workload, shape) for shape in CHAINS)
+    best = max(chains, *(tokens_per_second(machine, workload, shape) for shape in TREES))
+    chosen = tokens_per_second(machine, workload, None)
+    assert chosen >= 0.95 * best
+    if streams == 1 and misses < 0.5:
+        assert chosen > 1.05 * chains
