@@ -11,16 +11,17 @@ import grpc.aio
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
 from services.cli.speculation_view import acceptance_rate
+from shared.policy.shape import Shape
 from tests.benchmarks.errors import BenchmarkError
 from tests.support.service import generate
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Speculation off, on with γ adaptive, or on with `fixed_gamma` draft tokens in every round."""
+    """Speculation off, on and adaptive, or on with rounds of the `fixed` shape."""
 
     speculation: bool
-    fixed_gamma: int | None = None
+    fixed: Shape | None = None
 
 
 OFF = Mode(speculation=False)
@@ -39,14 +40,14 @@ class StreamResult:
 class LoadResult:
     """Streams that ran together: `seconds` from the first request sent to the last token received.
 
-    `fixed_gamma` is None where γ was adaptive or speculation off. Token counts are sums over the streams.
+    `fixed` is None where speculation was adaptive or off. Token counts are sums over the streams.
     `rounds` counts target steps that verified draft tokens; `acceptance_rate` is α, None if nothing was
     drafted.
     """
 
     streams: int
     speculation: bool
-    fixed_gamma: int | None
+    fixed: Shape | None
     seconds: float
     ttft_seconds: tuple[float, ...]
     output_tokens: int
@@ -58,7 +59,7 @@ class LoadResult:
 
     @property
     def mode(self) -> Mode:
-        return Mode(self.speculation, self.fixed_gamma)
+        return Mode(self.speculation, self.fixed)
 
 
 async def run_load(
@@ -81,7 +82,7 @@ async def run_load(
     return LoadResult(
         streams=len(prompts),
         speculation=mode.speculation,
-        fixed_gamma=mode.fixed_gamma,
+        fixed=mode.fixed,
         seconds=seconds,
         ttft_seconds=tuple(result.ttft_seconds for result in results),
         output_tokens=usage.output_tokens,
@@ -113,13 +114,22 @@ async def run_stream(
             max_tokens=num_tokens,
             temperature=0.0,
             ignore_eos=True,
-            speculation=inference_pb2.Speculation(enabled=mode.speculation, num_draft_tokens=mode.fixed_gamma),
+            speculation=_speculation(mode),
         )
     except grpc.aio.AioRpcError as error:
         raise BenchmarkError(f"a stream failed with {error.code().name}: {error.details()}") from error
     if ttft_seconds is None or len(generated.token_ids) != num_tokens:
         raise BenchmarkError(f"a stream brought {len(generated.token_ids)} tokens where {num_tokens} were asked for")
     return StreamResult(ttft_seconds, generated.usage)
+
+
+def _speculation(mode: Mode) -> inference_pb2.Speculation:
+    if mode.fixed is None:
+        return inference_pb2.Speculation(enabled=mode.speculation)
+    num_nodes = mode.fixed.num_nodes if mode.fixed.is_tree else None
+    return inference_pb2.Speculation(
+        enabled=mode.speculation, num_draft_tokens=mode.fixed.num_draft_tokens, num_nodes=num_nodes
+    )
 
 
 def _total(usages: Sequence[inference_pb2.Usage]) -> inference_pb2.Usage:

@@ -10,6 +10,7 @@ from statistics import fmean
 from outrider.v1 import inference_pb2, inference_pb2_grpc
 
 from services.cli.stack import Stack, StackSettings
+from shared.policy.shape import Shape
 from tests.benchmarks.baseline import Baseline, run_baseline
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.load import OFF, ON, LoadResult, Mode, run_load
@@ -20,7 +21,7 @@ from tests.benchmarks.second_router import second_router
 from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
 PROMPT_TOKENS = 128
-FIXED_GAMMAS = tuple(range(1, 9))
+FIXED_SHAPES = (*map(Shape, range(1, 9)), Shape(2, 8), Shape(3, 8), Shape(3, 11), Shape(4, 11))
 """What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
 # So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
@@ -29,7 +30,7 @@ _LEAST_SECONDS = 48.0
 _LEAST_LOADS = 4
 _MOST_TURNS = 64
 # And until it is known so well, as a share, how the two compare; on a noisy machine for at most so many times as long,
-# and beside the fixed γs, which take most of the time, no longer.
+# and beside the fixed shapes, which take most of the time, no longer.
 _MOST_ERROR = 0.01
 _MOST_PROLONGED = 2
 _BASELINE_PROMPTS = 2
@@ -61,21 +62,21 @@ class Plan:
 class Stubs:
     """Clients of two routers on the same workers.
 
-    The fixed γs have a router to themselves: the one under measurement would learn from their rounds what
-    its adaptive γ has to find out for itself.
+    Fixed shapes have a router to themselves: the one under measurement would learn from their rounds what
+    its policy has to find out for itself.
     """
 
     service: inference_pb2_grpc.InferenceAsyncStub
     fixed: inference_pb2_grpc.InferenceAsyncStub
 
     def of(self, mode: Mode) -> inference_pb2_grpc.InferenceAsyncStub:
-        return self.service if mode.fixed_gamma is None else self.fixed
+        return self.service if mode.fixed is None else self.fixed
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
     """One pass over everything: a baseline, then speculation off and on at each number of streams, and at one
-    stream each fixed γ."""
+    stream each fixed shape."""
 
     baseline: Baseline
     loads: tuple[LoadResult, ...]
@@ -118,7 +119,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
         for streams in plan.streams:
             on_step(f"warm-up, {_count(streams)}")
-            for mode in (OFF, *[ON] * _WARM_UPS, *[Mode(True, FIXED_GAMMAS[-1])] * (streams == 1)):
+            for mode in (OFF, *[ON] * _WARM_UPS, *[Mode(True, FIXED_SHAPES[-1])] * (streams == 1)):
                 await run_load(stubs.of(mode), _draw(pair, streams), plan.num_tokens, mode)
         repeats = [await _measure_repeat(pair, plan, index, stubs, on_step) for index in range(plan.repeats)]
         on_step("repeated prefixes")
@@ -132,22 +133,23 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
     """The modes of a turn, in an order that favours nobody.
 
     Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
-    drift costs all the same. The fixed γs come in between, once each, off and on four times. They take part in every
-    turn: of eight that are hardly apart the best of few loads is the luckiest.
+    drift costs all the same. The fixed shapes come in between, once each, off and on half as often as
+    there are of these. They take part in every turn: of a dozen that are hardly apart the best of few loads is the
+    luckiest.
     """
     modes = [OFF, ON]
     if with_fixed:
         modes = []
-        for i in range(0, len(FIXED_GAMMAS), 2):
+        for i in range(0, len(FIXED_SHAPES), 2):
             modes += [OFF, ON] if i % 4 == 0 else [ON, OFF]
-            modes += [Mode(True, gamma) for gamma in FIXED_GAMMAS[i : i + 2]]
+            modes += [Mode(True, shape) for shape in FIXED_SHAPES[i : i + 2]]
     return modes if turn % 2 == 0 else modes[::-1]
 
 
 def num_turns(off_seconds: float, with_fixed: bool) -> int:
     """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
     num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
-    return min(2 * math.ceil(num_loads / (8 if with_fixed else 2)), _MOST_TURNS)
+    return min(2 * math.ceil(num_loads / (len(FIXED_SHAPES) if with_fixed else 2)), _MOST_TURNS)
 
 
 def is_known(turns: Sequence[Turn], with_fixed: bool) -> bool:

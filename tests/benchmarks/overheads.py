@@ -30,6 +30,7 @@ from rich.table import Table
 from services.cli.certs import write_certificates
 from services.cli.ports import free_ports
 from services.cli.stack import LOOPBACK, Stack, StackSettings, router_identity
+from shared.policy.shape import Shape
 from shared.registry.keys import DEFAULT_DEPLOYMENT
 from shared.rpc.channel import connect
 from shared.settings import StartupError
@@ -43,7 +44,7 @@ console = Console(highlight=False)
 
 PLAIN = "plain"
 # A fixed γ beside none: a round sends more messages for its tokens, and an adaptive one would differ by luck.
-MODES = {"off": OFF, "γ = 3": Mode(True, 3)}
+MODES = {"off": OFF, "γ = 3": Mode(True, Shape(3))}
 # Of its own time under load; three times as often as our configurations say.
 _READ_EVERY_SECONDS = 5.0
 _WARM_UPS = 3

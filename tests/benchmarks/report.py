@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from shared.policy.shape import Shape
 from tests.benchmarks.load import OFF, ON, LoadResult, Mode
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import PROMPT_TOKENS, PairResult, Plan
@@ -25,8 +26,9 @@ class Row:
 
     `off` and `on`: output tokens a second without and with speculation; `off_multiple` and
     `on_multiple`: the same over plain `generate` at one stream. `worst_on_over_off` is the least of the
-    repeats. `fixed`: tokens a second by fixed γ, `best_fixed_gamma` the fastest of them; empty and None where
-    only the adaptive γ was measured. `mean_gamma`: draft tokens a round that drafted; `acceptance_rate`:
+    repeats. `fixed`: tokens a second by fixed shape, draft tokens or steps/tokens of a tree, `best_fixed` the fastest
+    of them, and `tree_over_chain` the best tree's over the best chain's; empty and None where these were not measured.
+    `mean_gamma`: draft tokens a round that drafted; `acceptance_rate`:
     α; both None if nothing was ever drafted. `drafted_share`: the part of the output that the draft
     proposed. Times to first token are medians over loads, each of which counts as the median of its streams; but
     `ttft_ratio` is, as every ratio, the median of those of each repeat.
@@ -37,9 +39,10 @@ class Row:
     on: float
     on_over_off: float
     worst_on_over_off: float
-    fixed: dict[int, float]
-    best_fixed_gamma: int | None
+    fixed: dict[str, float]
+    best_fixed: str | None
     on_over_best_fixed: float | None
+    tree_over_chain: float | None
     off_multiple: float
     on_multiple: float
     mean_gamma: float | None
@@ -128,8 +131,11 @@ def _row(result: PairResult, streams: int) -> Row:
     off_speed = [_tokens_per_second(loads) for loads in off]
     on_speed = [_tokens_per_second(loads) for loads in on]
     fixed_speeds = _fixed_speeds(result, streams)
-    fixed = {gamma: median(speeds) for gamma, speeds in fixed_speeds.items()}
-    best = max(fixed, key=lambda gamma: fixed[gamma]) if fixed else None
+    best = _best(fixed_speeds)
+    chain, tree = (_best({s: v for s, v in fixed_speeds.items() if s.is_tree == trees}) for trees in (False, True))
+    tree_over_chain = None
+    if chain is not None and tree is not None:
+        tree_over_chain = median(_ratios(fixed_speeds[tree], fixed_speeds[chain]))
     all_on = [load for loads in on for load in loads]
     return Row(
         streams=streams,
@@ -137,9 +143,10 @@ def _row(result: PairResult, streams: int) -> Row:
         on=median(on_speed),
         on_over_off=median(_ratios(on_speed, off_speed)),
         worst_on_over_off=min(_ratios(on_speed, off_speed)),
-        fixed=fixed,
-        best_fixed_gamma=best,
+        fixed={_label(shape): median(speeds) for shape, speeds in fixed_speeds.items()},
+        best_fixed=None if best is None else _label(best),
         on_over_best_fixed=None if best is None else median(_ratios(on_speed, fixed_speeds[best])),
+        tree_over_chain=tree_over_chain,
         off_multiple=median(_ratios(off_speed, plain)),
         on_multiple=median(_ratios(on_speed, plain)),
         mean_gamma=_median_known([load.draft_tokens / load.rounds if load.rounds else None for load in all_on]),
@@ -151,14 +158,23 @@ def _row(result: PairResult, streams: int) -> Row:
     )
 
 
-def _fixed_speeds(result: PairResult, streams: int) -> dict[int, list[float]]:
-    """By fixed γ, smallest first, the tokens a second of each repeat."""
+def _fixed_speeds(result: PairResult, streams: int) -> dict[Shape, list[float]]:
+    """By fixed shape, chains first and the smaller ones, the tokens a second of each repeat."""
     loads = [load for repeat in result.repeats for load in repeat.loads if load.streams == streams]
-    gammas = sorted({load.fixed_gamma for load in loads if load.fixed_gamma is not None})
+    shapes = {load.fixed for load in loads if load.fixed is not None}
     return {
-        gamma: [_tokens_per_second(repeat.cell(streams, Mode(True, gamma))) for repeat in result.repeats]
-        for gamma in gammas
+        shape: [_tokens_per_second(repeat.cell(streams, Mode(True, shape))) for repeat in result.repeats]
+        for shape in sorted(shapes, key=lambda shape: (shape.is_tree, shape))
     }
+
+
+def _best(speeds: dict[Shape, list[float]]) -> Shape | None:
+    """The fastest in the median; None of none."""
+    return max(speeds, key=lambda shape: median(speeds[shape]), default=None)
+
+
+def _label(shape: Shape) -> str:
+    return f"{shape.num_draft_tokens}/{shape.num_nodes}" if shape.is_tree else str(shape.num_draft_tokens)
 
 
 def _tokens_per_second(loads: Sequence[LoadResult]) -> float:
@@ -186,7 +202,7 @@ def _median_ttft(loads: Iterable[LoadResult]) -> float:
 
 
 def _speeds(summary: Summary) -> Table:
-    speeds = ("off\ntok/s", "on\ntok/s", "on /\noff", "worst\nrepeat", "best\nγ", "on /\nbest γ")
+    speeds = ("off\ntok/s", "on\ntok/s", "on /\noff", "worst\nrepeat", "best\nfixed", "on /\nbest")
     table = _table(("streams", *speeds, "off ×\nplain", "on ×\nplain"), title=f"{summary.name} pair")
     for row in summary.rows:
         table.add_row(
@@ -195,7 +211,7 @@ def _speeds(summary: Summary) -> Table:
             f"{row.on:.1f}",
             f"{row.on_over_off:.2f}",
             f"{row.worst_on_over_off:.2f}",
-            _if_known(row.best_fixed_gamma, "d"),
+            _if_known(row.best_fixed, "s"),
             _if_known(row.on_over_best_fixed, ".2f"),
             f"{row.off_multiple:.2f}",
             f"{row.on_multiple:.2f}",
@@ -228,7 +244,7 @@ def _table(headings: Sequence[str], title: str | None = None) -> Table:
     return table
 
 
-def _if_known(value: float | None, form: str) -> str:
+def _if_known(value: float | str | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
@@ -240,8 +256,10 @@ def _captions(summary: Summary) -> Text:
     fixed = ""
     for row in summary.rows:
         if row.fixed:
-            speeds = ", ".join(f"{speed:.1f}" for speed in row.fixed.values())
-            fixed = f"γ fixed at {min(row.fixed)} to {max(row.fixed)}: {speeds} tok/s\n"
+            speeds = ", ".join(f"{label}: {speed:.1f}" for label, speed in row.fixed.items())
+            fixed = f"fixed draft tokens, and steps/tokens of trees, tok/s: {speeds}\n"
+            if row.tree_over_chain is not None:
+                fixed += f"best tree over best chain: {row.tree_over_chain:.2f}\n"
     memory = "".join(
         f"\n{name}: {used.resident:,.0f} MiB resident; weights {used.weights:,.0f}, KV cache up to {used.kv_cache:,.0f}"
         for name, used in summary.memory.items()

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.stack import Stack, StackSettings
+from shared.policy.shape import Shape
 from shared.policy.step_costs import StepCosts
 from shared.settings import StartupError
 from shared.telemetry.attributes import NUM_DRAFT_TOKENS
@@ -90,7 +91,7 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
         settings = StackSettings(
             target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16", environment=environment
         )
-        mode = Mode(True, gamma)
+        mode = Mode(True, Shape(gamma))
         async with Stack(settings) as stack, inference(stack) as stub:
             for _ in range(_WARM_UPS):
                 await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from shared.policy.shape import Shape
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.load import LoadResult, Mode
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import (
+    FIXED_SHAPES,
     PairResult,
     Plan,
     Repeat,
@@ -33,7 +35,7 @@ def load(
     seconds: float,
     *,
     speculation: bool,
-    gamma: int | None = None,
+    shape: Shape | None = None,
     streams: int = 1,
     output: int = 100,
     drafted: int = 0,
@@ -45,7 +47,7 @@ def load(
     return LoadResult(
         streams=streams,
         speculation=speculation,
-        fixed_gamma=gamma,
+        fixed=shape,
         seconds=seconds,
         ttft_seconds=tuple(ttft),
         output_tokens=output,
@@ -72,8 +74,9 @@ def cell(off: float, on: float) -> list[LoadResult]:
     return [load(off, speculation=False), load(on, speculation=True)]
 
 
-def fixed(gamma: int, seconds: float) -> LoadResult:
-    return load(seconds, speculation=True, gamma=gamma, drafted=9 * gamma, accepted=9, rounds=9, alpha=0.1)
+def fixed(gamma: int, seconds: float, num_nodes: int = 0) -> LoadResult:
+    shape = Shape(gamma, num_nodes)
+    return load(seconds, speculation=True, shape=shape, drafted=9 * max(shape), accepted=9, rounds=9, alpha=0.1)
 
 
 def test_ratios_are_taken_within_a_repeat_and_then_their_median() -> None:
@@ -122,18 +125,31 @@ def test_on_is_held_against_the_fixed_gamma_that_is_fastest_in_the_median() -> N
         ]
     )
     (row,) = summarize(measured, [1]).rows
-    assert row.fixed == pytest.approx({1: 20.0, 2: 25.0})
-    assert row.best_fixed_gamma == 2
+    assert row.fixed == pytest.approx({"1": 20.0, "2": 25.0})
+    assert row.best_fixed == "2"
+    assert row.tree_over_chain is None
     assert row.on_over_best_fixed == pytest.approx(0.8)
     assert (row.off, row.on, row.on_over_off) == pytest.approx((25.0, 40.0, 1.6))  # no fixed γ among them
+
+
+def test_the_best_tree_is_held_against_the_best_chain() -> None:
+    # 50 and 100 tokens a second by chains, 200 and 120 by the tree that is best in the median, of 160.
+    repeats = [
+        (1.0, [*cell(1.0, 1.0), fixed(1, 2.0), fixed(2, chain), fixed(2, tree, 8), fixed(3, 2.0, 11)])
+        for chain, tree in ((1.0, 0.5), (2.0, 1 / 1.2), (1.0, 0.625))
+    ]
+    (row,) = summarize(result(repeats), [1]).rows
+    assert row.fixed == pytest.approx({"1": 50.0, "2": 100.0, "2/8": 160.0, "3/11": 50.0})
+    assert row.best_fixed == "2/8"
+    assert row.tree_over_chain == pytest.approx(2.0)  # of 2, 2.4 and 1.6
 
 
 def test_without_fixed_gammas_there_is_none_to_be_held_against() -> None:
     loads = [*cell(off=1.0, on=1.0), fixed(1, 1.0)]
     loads += [load(1.0, speculation=on, streams=8) for on in (False, True)]
     alone, many = summarize(result([(1.0, loads)]), [1, 8]).rows
-    assert (alone.best_fixed_gamma, alone.on_over_best_fixed) == (1, 1.0)
-    assert (many.fixed, many.best_fixed_gamma, many.on_over_best_fixed) == ({}, None, None)
+    assert (alone.best_fixed, alone.on_over_best_fixed) == ("1", 1.0)
+    assert (many.fixed, many.best_fixed, many.on_over_best_fixed) == ({}, None, None)
 
 
 def test_what_speculation_did() -> None:
@@ -191,14 +207,14 @@ def test_prefixes_have_median_times_and_the_least_of_cached_tokens() -> None:
 def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, turn: int) -> None:
     order = [*order_of_loads(turn, with_fixed), *order_of_loads(turn + 1, with_fixed)]
     positions = {mode: [i for i, each in enumerate(order) if each == mode] for mode in order}
-    fixed = range(1, 9) if with_fixed else ()
+    fixed = FIXED_SHAPES if with_fixed else ()
     off, on = Mode(speculation=False), Mode(speculation=True)
-    assert positions.keys() == {off, on, *(Mode(speculation=True, fixed_gamma=gamma) for gamma in fixed)}
+    assert positions.keys() == {off, on, *(Mode(speculation=True, fixed=shape) for shape in fixed)}
     assert len({sum(at) / len(at) for at in positions.values()}) == 1
     assert len(positions[off]) == len(positions[on])
 
 
-@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 2), (7.9, 8, 2), (2.0, 24, 6), (0.1, 64, 64)])
+@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 2), (7.9, 8, 2), (2.0, 24, 4), (0.1, 64, 64)])
 def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, num: int, with_fixed: int) -> None:
     assert num_turns(seconds, with_fixed=False) == num
     assert num_turns(seconds, with_fixed=True) == with_fixed
@@ -240,6 +256,7 @@ def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
                     load(1.0, speculation=False, output=1000, ttft=[12.345]),
                     load(2.0, speculation=True, output=1000, ttft=[10.0]),
                     *[fixed(gamma, 0.1 / gamma) for gamma in range(1, 9)],
+                    fixed(3, 0.01, 11),
                     load(1.0, speculation=False, streams=32, output=4096),
                     load(2.0, speculation=True, streams=32, output=4096, drafted=9, accepted=6, rounds=3, alpha=0.9),
                 ],
@@ -253,25 +270,27 @@ def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
     Console(file=screen, width=80).print(render(summaries[0]), legend(plan, MACHINE))
     lines = screen.getvalue().splitlines()
     assert [line.split() for line in lines if line.split()[:1] in (["1"], ["32"])] == [
-        ["1", "1000.0", "500.0", "0.50", "0.50", "8", "0.06", "3.91", "1.95"],
+        ["1", "1000.0", "500.0", "0.50", "0.50", "3/11", "0.05", "3.91", "1.95"],
         ["32", "4096.0", "2048.0", "0.50", "0.50", "-", "-", "16.00", "8.00"],
         ["1", "12345", "10000", "0.81", "-", "-", "0%"],
         ["32", "500", "500", "1.00", "3.0", "0.90", "0%"],
     ]
     assert [line.split() for line in lines if line.startswith("streams")] == [
-        ["streams", "tok/s", "tok/s", "off", "repeat", "γ", "best", "γ", "plain", "plain"],
+        ["streams", "tok/s", "tok/s", "off", "repeat", "fixed", "best", "plain", "plain"],
         ["streams", "off", "on", "off", "γ", "α", "share"],
     ]
     assert not [line for line in lines if len(line) > 80 or "…" in line]
-    assert "γ fixed at 1 to 8: 1000.0, 2000.0, 3000.0, " in screen.getvalue()
+    assert "trees, tok/s: 1: 1000.0, 2: 2000.0, 3:" in screen.getvalue()
+    assert "best tree over best chain: 1.25" in screen.getvalue()
     assert "target-0: 1,900 MiB resident; weights 548, KV cache up to 4,096" in screen.getvalue()
     assert "Abacus (beads), 2 cores" in screen.getvalue()
 
     written = json.loads(json.dumps(to_json([measured], summaries, plan, MACHINE)))
     row = written["summaries"][0]["rows"][0]
-    assert (row["on_over_off"], row["best_fixed_gamma"], row["on_over_best_fixed"]) == (0.5, 8, 0.0625)
-    assert row["fixed"].keys() == {str(gamma) for gamma in range(1, 9)}
+    assert (row["on_over_off"], row["best_fixed"], row["on_over_best_fixed"]) == (0.5, "3/11", 0.05)
+    assert row["fixed"].keys() == {*(str(gamma) for gamma in range(1, 9)), "3/11"}
     loads = written["results"][0]["repeats"][0]["loads"]
     assert [each["seconds"] for each in loads[:2]] == [1.0, 2.0]
-    assert [each["fixed_gamma"] for each in loads] == [None, None, *range(1, 9), None, None]
+    fixed_shapes = [*([gamma, 0] for gamma in range(1, 9)), [3, 11]]
+    assert [each["fixed"] for each in loads] == [None, None, *fixed_shapes, None, None]
     assert written["plan"] == {"prompt_tokens": 128, "streams": [1, 32], "repeats": 1, "num_tokens": 128}
