@@ -58,13 +58,12 @@ class Drafting:
         """Of what was proposed, asked for a tree of that shape, the nodes of `path` were accepted, and with the last of
         them the sequence `ended`. `followed_rows`: see `outcome_of_likeliest`, as what is learnt of chains is that."""
         num_examined, num_kept = outcome_of_likeliest(followed_rows, path)
-        num_looked_for = min(len(path) + 1, asked.num_draft_tokens)
         if ended:
-            num_examined = num_looked_for = len(path)
-        elif num_examined < num_looked_for and len(followed_rows) < asked.num_nodes:
+            num_examined = len(path)
+        elif num_examined == len(path) < asked.num_draft_tokens and len(followed_rows) < asked.num_nodes:
             num_examined += 1  # what the drafter left out is none that would have been accepted
         if trees is not None:
-            trees.observe(self.acceptance.rate, asked, num_looked_for, num_looked_for - len(path))
+            trees.observe(self.acceptance.rate, asked, len(path), ended)
         self.acceptance.observe_each(num_examined, num_kept)
 
     def observe_in_shadow(self, num_draft_tokens: int, num_accepted: int) -> None:

@@ -187,9 +187,11 @@ class GammaController:
             tokens = self._tokens(self.shape, sequence.acceptance.rate, sequence.coupled)
             if not sequence.active and self._joins(situation, situation, tokens):
                 self._activate(sequence, situation)
+            if not sequence.active:
+                return 0
             if sequence.coupled and self.shape.is_tree:
                 sequence.num_nodes = self.shape.num_nodes
-            return self.gamma if sequence.active else 0
+            return self.gamma
         if sequence.num_scouting_rounds == 0:
             self._deactivate(sequence)
             self._scout(sequence, situation)
@@ -392,8 +394,11 @@ class GammaController:
 
     def _tokens(self, shape: Shape, rate: float, coupled: bool) -> float:
         """What a round of that shape brings a sequence."""
-        rate = self.trees.rate(rate, shape) if shape.is_tree and coupled else rate
-        return expected_tokens(rate, shape.num_draft_tokens)
+        return (
+            self.trees.tokens(rate, shape)
+            if shape.is_tree and coupled
+            else expected_tokens(rate, shape.num_draft_tokens)
+        )
 
     def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""

@@ -40,11 +40,12 @@ class Shape(NamedTuple):
 
     def cut_to(self, num_draft_tokens: int) -> Shape:
         """Of so many steps at most, and as many tokens for each; plain where that is none."""
+        if min(num_draft_tokens, self.num_draft_tokens) <= 0:
+            return PLAIN
         if num_draft_tokens >= self.num_draft_tokens:
             return self
-        if num_draft_tokens <= 0:
-            return PLAIN
-        return Shape(num_draft_tokens, self.num_nodes * num_draft_tokens // self.num_draft_tokens)
+        cut = Shape(num_draft_tokens, self.num_nodes * num_draft_tokens // self.num_draft_tokens)
+        return cut if cut.is_tree else cut.as_chain()
 
 
 PLAIN = Shape(0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from shared.policy.acceptance import expected_tokens
 from shared.policy.shape import TREE_WIDTH, Shape
 from shared.policy.step_costs import StepCosts
 
@@ -24,47 +25,53 @@ _PRIOR_BRANCHING: Final = 3.0
 _PRIOR_WEIGHT: Final = 8.0
 _LEAST_MISSES: Final = 0.01
 _MEMORY: Final = 200.0
+# What a shape brought is remembered for so many rounds; before, what it should bring is taken to have been right for so
+# many tokens.
+_MEMORY_ROUNDS: Final = 128.0
+_PRIOR_TOKENS: Final = 50.0
 
 
-class _Misses:
-    """How many tokens chains should have missed, and how many trees in their place did."""
+class _Brought:
+    """Tokens that rounds of a shape should have brought, and what they did."""
 
-    def __init__(self, chains: float = 0.0, trees: float = 0.0) -> None:
-        self.chains = chains
-        self.trees = trees
+    def __init__(self) -> None:
+        self._num_rounds = 0.0
+        self._expected = self._found = _PRIOR_TOKENS
 
-    def add(self, chains: float, trees: float) -> float:
-        """Returns what is left of all when that was forgotten which is too much to remember."""
-        self.chains += chains
-        self.trees += trees
-        kept = _MEMORY / max(_MEMORY, self.chains)
-        self.chains *= kept
-        self.trees *= kept
-        return kept
+    @property
+    def share(self) -> float:
+        return self._found / self._expected
 
-
-_NONE: Final = _Misses()
+    def add(self, expected: float, found: float) -> None:
+        kept = min(1.0, _MEMORY_ROUNDS / (self._num_rounds + 1))
+        self._num_rounds = (self._num_rounds + 1) * kept
+        self._expected = (self._expected + expected) * kept
+        self._found = (self._found + found) * kept
 
 
 class Trees:
     """Trees of one target worker's sequences.
 
-    One of b tokens for each of its depth holds what the target draws at a depth, where a chain would with the chance
+    One of b tokens for each of its depth γ holds what the target draws at a depth, where a chain would with the chance
     α, with the chance
 
         1 - b^(-k) (1 - α)
 
-    as the b likeliest tokens together are missed the less the more they are. The exponent k is learnt from all that are
-    grown, and from those of each shape what their own is in place of b^(-k): it differs little from text to text.
+    as the b likeliest tokens together are missed the less the more they are. A round of it brings what a chain of γ
+    would with this in place of α, times what rounds of that shape brought of that: some are deeper where it is easy, or
+    copied and deeper than asked for. The exponent k and these shares are learnt from all that are grown, and differ
+    little from text to text.
     """
 
     def __init__(self, most_nodes: int) -> None:
         """`most_nodes`: 0 for no trees."""
         self._most_nodes = most_nodes
-        # Of all, with what their log b is in sum, by what a chain should have missed; and of each shape.
-        self._misses = _Misses(_PRIOR_WEIGHT, _PRIOR_WEIGHT * _PRIOR_MISSES)
+        # How many tokens chains should have missed, the log b of the trees in their place in sum, and how many these
+        # did.
+        self._chains = _PRIOR_WEIGHT
         self._log_branching = _PRIOR_WEIGHT * math.log(_PRIOR_BRANCHING)
-        self._own: dict[Shape, _Misses] = {}
+        self._missed = _PRIOR_WEIGHT * _PRIOR_MISSES
+        self._brought: dict[Shape, _Brought] = {}
 
     def shapes(self, target: StepCosts, load: int, most_depth: int) -> Sequence[Shape]:
         """Those worth considering where `load` sequences draft alike."""
@@ -82,23 +89,32 @@ class Trees:
             if depth <= most_depth and _LEAST_BRANCHING * depth <= size <= TREE_WIDTH * depth
         ]
 
-    def rate(self, acceptance_rate: float, shape: Shape) -> float:
-        """How likely such a tree holds the next token of a sequence whose chains hold it with that chance."""
-        return 1 - self._share(shape) * (1 - acceptance_rate)
+    def tokens(self, acceptance_rate: float, shape: Shape) -> float:
+        """What a round with such trees brings a sequence whose chains hold the next token with that chance."""
+        brought = self._brought.get(shape)
+        expected = self._expected(acceptance_rate, shape) * (1.0 if brought is None else brought.share)
+        return min(expected, shape.num_nodes + 1.0)
 
-    def observe(self, acceptance_rate: float, shape: Shape, num_looked_for: int, num_missed: int) -> None:
-        """Of so many tokens that were looked for where such a tree was asked for, one behind the other, so many were
-        missed."""
-        misses = num_looked_for * (1 - acceptance_rate)
-        self._own.setdefault(shape, _Misses()).add(misses, num_missed)
-        self._log_branching += misses * math.log(shape.branching)
-        self._log_branching *= self._misses.add(misses, num_missed)
+    def observe(self, acceptance_rate: float, shape: Shape, num_accepted: int, ended: bool = False) -> None:
+        """Of a proposal where such a tree was asked for so many tokens were accepted, and with the last of them the
+        sequence `ended`, or not."""
+        depth = shape.num_draft_tokens
+        num_looked_for = min(num_accepted + (not ended), depth)
+        chains = num_looked_for * max(0.0, 1 - acceptance_rate)
+        self._chains += chains
+        self._log_branching += chains * math.log(shape.branching)
+        self._missed += max(0, num_looked_for - num_accepted)
+        kept = _MEMORY / max(_MEMORY, self._chains)
+        self._chains *= kept
+        self._log_branching *= kept
+        self._missed *= kept
+        if not ended:
+            expected = self._expected(acceptance_rate, shape)
+            self._brought.setdefault(shape, _Brought()).add(expected, num_accepted + 1)
 
-    def _share(self, shape: Shape) -> float:
-        """The share of a chain's misses that such a tree's are: by those of all b^(-k), and the more by its own the
-        more there are."""
-        missed = max(self._misses.trees, _LEAST_MISSES)
-        exponent = math.log(self._misses.chains / missed) * self._misses.chains / self._log_branching
-        of_all = math.pow(shape.branching, -max(0.0, exponent))
-        own = self._own.get(shape, _NONE)
-        return (own.trees + _PRIOR_WEIGHT * of_all) / (own.chains + _PRIOR_WEIGHT)
+    def _expected(self, acceptance_rate: float, shape: Shape) -> float:
+        """The same by all trees' misses alone."""
+        missed = max(self._missed, _LEAST_MISSES)
+        exponent = max(0.0, math.log(self._chains / missed) * self._chains / self._log_branching)
+        rate = 1 - math.pow(shape.branching, -exponent) * (1 - acceptance_rate)
+        return expected_tokens(max(0.0, rate), shape.num_draft_tokens)

@@ -67,7 +67,9 @@ class Proposal:
     def path(self, token_ids: Sequence[int]) -> list[int]:
         """Which of the draft tokens are these, from the first on, one behind the other."""
         parents = self.followed_rows()
-        rows = {(parent, token): i for i, (parent, token) in enumerate(zip(parents, self.token_ids, strict=True), 1)}
+        rows: dict[tuple[int, int], int] = {}
+        for i, following in enumerate(zip(parents, self.token_ids, strict=True), 1):
+            rows.setdefault(following, i)  # of two alike the first, as in verification
         found: list[int] = []
         row = 0
         for token in token_ids:

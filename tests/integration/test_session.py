@@ -116,13 +116,13 @@ async def test_trees_that_the_policy_asks_for_are_drafted_and_learnt_from(monkey
         controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
         assert controller is not None
         assert s.drafter is not None
-        expected = controller.trees.rate(0.7, Shape(3, 8))
+        expected = controller.trees.tokens(0.7, Shape(3, 8))
         output = await s.generate(greedy(max_tokens=1 + 5 * 4 + 3))
         assert output.tokens == {0: plain_output(PROMPT, 24)}
         assert output.usage is not None
         assert output.usage.accepted_tokens == 5 * 3 + 2
         assert s.drafter.trees == [(3, 8)] * 5 + [(2, 5)], "the last no larger than what may follow"
-        assert controller.trees.rate(0.7, Shape(3, 8)) > expected
+        assert controller.trees.tokens(0.7, Shape(3, 8)) > expected
         await s.until_idle()
         seen = s.drafter.trees.copy()
         await s.generate(greedy(speculation=inference_pb2.Speculation(num_draft_tokens=4, num_nodes=10)))

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from shared.policy.acceptance import Acceptance
+from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.drafting import Drafting, Situation
 from shared.policy.gamma import GammaController
-from shared.policy.shape import TREE_WIDTH, Shape
+from shared.policy.pace import Pace
+from shared.policy.shape import PLAIN, TREE_WIDTH, Shape
 from shared.policy.step_costs import StepCosts
 from shared.policy.trees import Trees
 from shared.sampling import draft_tree
@@ -34,15 +35,42 @@ def test_trees_are_as_large_as_costs_little() -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.5])
-def test_what_the_most_likely_tokens_miss_together_is_learnt(exponent: float) -> None:
+def test_what_the_most_likely_tokens_miss_together_is_learnt_and_holds_for_other_shapes(exponent: float) -> None:
     dice, trees = random.Random(1), Trees(16)
     for _ in range(4000):
         alpha, shape = dice.uniform(0.3, 0.9), dice.choice([Shape(3, 12), Shape(6, 12)])
-        missed = dice.random() < (shape.num_nodes / shape.num_draft_tokens) ** -exponent * (1 - alpha)
-        trees.observe(alpha, shape, 1, int(missed))
-    for shape, branching in ((Shape(2, 4), 2), (Shape(2, 10), 5)):
-        assert 1 - trees.rate(0.6, shape) == pytest.approx(branching**-exponent * 0.4, rel=0.25)
-    assert trees.rate(1.0, Shape(2, 4)) == 1.0
+        hit = 1 - shape.branching**-exponent * (1 - alpha)
+        drawn = [dice.random() < hit for _ in range(shape.num_draft_tokens)]
+        trees.observe(alpha, shape, (*drawn, False).index(False))
+    for shape in (Shape(2, 4), Shape(2, 10), Shape(3, 12)):
+        rate = 1 - shape.branching**-exponent * 0.4
+        assert trees.tokens(0.6, shape) == pytest.approx(expected_tokens(rate, shape.num_draft_tokens), rel=0.1)
+    assert trees.tokens(1.0, Shape(2, 4)) == 3.0
+
+
+def test_what_a_shape_brings_beside_that_is_learnt_of_itself() -> None:
+    """As trees that hold copied lines, deeper than they were asked to be: 15 tokens in every seventh round."""
+    trees = Trees(16)
+    for round_number in range(2000):
+        trees.observe(0.5, Shape(2, 15), 1 if round_number % 7 else 15)
+    assert trees.tokens(0.5, Shape(2, 15)) == pytest.approx((6 * 2 + 16) / 7, rel=0.15)
+    for _ in range(200):
+        trees.observe(0.1, Shape(2, 15), 0)
+    assert trees.tokens(0.1, Shape(2, 15)) < 1.6, "nor is it held to that for long"
+
+
+@pytest.mark.parametrize(
+    ("alpha", "num_accepted"), [(0.0, 0), (0.98, 0), (1.0, 0), (1.4, 3), (0.02, 3), (1.0, 3), (0.5, 60)]
+)
+def test_whatever_is_seen_for_however_long_more_tokens_than_can_be_are_not_expected(
+    alpha: float, num_accepted: int
+) -> None:
+    trees = Trees(16)
+    for _ in range(20_000):
+        trees.observe(alpha, Shape(3, 11), num_accepted)
+    for rate in (0.0, 0.02, 0.5, 1.0):
+        for shape in (Shape(1, 5), Shape(3, 11), Shape(6, 15)):
+            assert 0 < trees.tokens(rate, shape) <= shape.num_nodes + 1
 
 
 def test_of_a_trees_rounds_is_learnt_what_a_chain_would_have_had() -> None:
@@ -60,9 +88,9 @@ def test_of_a_trees_rounds_is_learnt_what_a_chain_would_have_had() -> None:
 def learnt(followed_rows: list[int], path: list[int], asked: Shape, ended: bool = False) -> tuple[float, float, float]:
     """What is learnt of one proposal: draft tokens kept and examined, as in chains, and how much the trees' chance."""
     sequence, trees = Drafting(Acceptance()), Trees(16)
-    before = trees.rate(0.5, asked)
+    before = trees.tokens(0.5, asked)
     sequence.observe_tree(followed_rows, path, asked, ended, trees)
-    return sequence.acceptance._num_accepted, sequence.acceptance._num_examined, trees.rate(0.5, asked) - before
+    return sequence.acceptance._num_accepted, sequence.acceptance._num_examined, trees.tokens(0.5, asked) - before
 
 
 def test_what_a_drafter_leaves_out_would_not_have_been_accepted() -> None:
@@ -102,6 +130,30 @@ def test_trees_are_for_where_all_may_have_some(others_coupled: bool) -> None:
     beside_prompts = situation._replace(num_prefill_tokens=10_000)
     controller.choose(first, beside_prompts)
     assert first.num_nodes == 0, "prompts need the rows"
+
+
+def test_who_does_not_join_the_others_trees_decodes_plainly() -> None:
+    """It has as much to catch up with as it has hardly anything to follow."""
+    draft = StepCosts([(1, 0.001), (16, 0.001), (512, 0.5)])
+    controller = GammaController(FLAT, draft, 8, lambda: 0.0, max_num_nodes=16)
+    paces = [Pace(controller.acceptance, None, coupled=True) for _ in range(2)]
+    situation = Situation(load=1, num_waiting=0, num_prefill_tokens=0, num_unseen=1, num_output=10, num_remaining=500)
+    assert paces[0].next(controller, situation, 0, 8).shape.is_tree
+    short = situation._replace(num_unseen=400, num_output=1, num_remaining=3)
+    for _ in range(3):
+        assert paces[1].next(controller, short, 0, 8).shape == PLAIN
+
+
+def test_a_shape_that_is_cut_is_a_chain_where_it_has_one_token_a_step() -> None:
+    assert [Shape(3, 5).cut_to(n) for n in (5, 3, 2, 1, 0, -1)] == [
+        *[Shape(3, 5)] * 2,
+        Shape(2, 3),
+        Shape(1),
+        PLAIN,
+        PLAIN,
+    ]
+    assert Shape(0, 11).cut_to(4) == PLAIN
+    assert Shape(4).cut_to(2) == Shape(2)
 
 
 def tokens_per_second(machine: Machine, workload: Workload, fixed: Shape | None) -> float:

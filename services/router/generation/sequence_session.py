@@ -224,7 +224,8 @@ class SequenceSession:
         drafting, gamma = self._pace.drafting, self._gamma
         if not asked.is_tree:
             # What the drafter left out is none that would have been accepted.
-            drafting.acceptance.observe(num_accepted if ended else asked.num_draft_tokens, num_accepted)
+            num_draft_tokens = num_accepted if ended else max(asked.num_draft_tokens, num_accepted)
+            drafting.acceptance.observe(num_draft_tokens, num_accepted)
         elif self._fixed is None:
             found = EMPTY_PROPOSAL if result is None else proposal_from_proto(proposal)
             path = found.path(() if result is None else result.token_ids[:num_accepted])
