@@ -204,7 +204,7 @@ class SequenceSession:
             )
         if proposal is not None:
             # Where the drafter found nothing, what the target drafted itself is none of it.
-            verified = _is_round(entry.result) and entry.result.num_draft_tokens > 0
+            verified = _is_round(entry.result)
             if verified:
                 self._proposal = proposal
             if verified or len(proposal.token_ids) < shape.num_draft_tokens:
@@ -219,8 +219,11 @@ class SequenceSession:
         """Takes note of what became of a proposal of the drafter's, asked for like that; None: nothing was in it."""
         num_accepted = 0 if result is None else result.num_accepted
         # By a token that was drafted: there was none behind it to be looked for.
-        stopped = result is not None and result.status == target_pb2.STEP_STATUS_STOPPED
-        ended = stopped and result is not None and num_accepted == len(result.token_ids)
+        ended = (
+            result is not None
+            and result.status == target_pb2.STEP_STATUS_STOPPED
+            and num_accepted == len(result.token_ids)
+        )
         drafting, gamma = self._pace.drafting, self._gamma
         if not asked.is_tree:
             # What the drafter left out is none that would have been accepted.
