@@ -184,11 +184,11 @@ class GammaController:
             return 0
         if self.gamma > 0:
             sequence.num_scouting_rounds = 0
-            tokens = self._tokens(self.shape, sequence.acceptance.rate, sequence.coupled)
-            if not sequence.active and self._joins(situation, situation, tokens):
-                self._activate(sequence, situation)
             if not sequence.active:
-                return 0
+                tokens = self._tokens(self.shape, sequence.acceptance.rate, sequence.coupled)
+                if not self._joins(situation, situation, tokens):
+                    return 0
+                self._activate(sequence, situation)
             if sequence.coupled and self.shape.is_tree:
                 sequence.num_nodes = self.shape.num_nodes
             return self.gamma
@@ -351,9 +351,9 @@ class GammaController:
         load = now.load + now.num_waiting
         begin_at = max(self._begin_at(now.load), self._begin_at(load))
         best, best_gain, num_rounds = PLAIN, _STAY_AT if self.gamma > 0 else begin_at, math.inf
+        num_others = len(self._members) - len(rates)
         # Where one may have no tree its rounds would be others than those of all.
         for shape in self._shapes(load, all(coupled for _, coupled in rates)):
-            num_others = len(self._members) - len(rates)
             tokens = (sum(self._tokens(shape, *rate) for rate in rates) + num_others) / len(self._members)
             gain = self._costs.gain(load, shape, tokens, num_follow, catch_up, self._busy_seconds)
             self._best_gain = max(self._best_gain, gain)
@@ -388,17 +388,15 @@ class GammaController:
     def _shapes(self, load: int, coupled: bool) -> list[Shape]:
         """Those there are to choose among."""
         chains = [Shape(gamma) for gamma in range(1, self._max_num_draft_tokens + 1)]
-        return (
-            [*chains, *self.trees.shapes(self._costs.target, load, self._max_num_draft_tokens)] if coupled else chains
-        )
+        if not coupled:
+            return chains
+        return [*chains, *self.trees.shapes(self._costs.target, load, self._max_num_draft_tokens)]
 
     def _tokens(self, shape: Shape, rate: float, coupled: bool) -> float:
         """What a round of that shape brings a sequence."""
-        return (
-            self.trees.tokens(rate, shape)
-            if shape.is_tree and coupled
-            else expected_tokens(rate, shape.num_draft_tokens)
-        )
+        if shape.is_tree and coupled:
+            return self.trees.tokens(rate, shape)
+        return expected_tokens(rate, shape.num_draft_tokens)
 
     def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
         """Has plain steps measured, if they were not for so long. Returns whether it does."""
