@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.cli.stack import Stack
+from shared.policy.pace import LEAST_GRANTED_STEPS
 from tests.support.distribution import Filters, exact, least_p_value
 from tests.support.models import perturbed, tiny_llama
 from tests.support.pools import SMALL, pools_and_engines, running_pools
@@ -26,8 +27,9 @@ WINDOW = 8
 NUM_LAYERS = 2
 PROMPT_TOKENS = 300
 SUFFIX = [5, 3, 11, 7, 2, 9, 1, 8, 4, 10, 6, 3, 7, 1, 5, 2]
-# Enough for rounds behind those that the drafter takes to catch up.
 NUM_TOKENS = 9
+# So many more that there are rounds however long the drafter is thought to take to catch up.
+NUM_OUTPUT_TOKENS = NUM_TOKENS + LEAST_GRANTED_STEPS
 GAMMA = 3
 SEQUENCES_A_REQUEST = 8
 NUM_REQUESTS = 70
@@ -65,7 +67,7 @@ async def test_samples_follow_the_target(stack: Stack, target: Path) -> None:
                 [*beginning, *SUFFIX],
                 gamma=GAMMA,
                 n=SEQUENCES_A_REQUEST,
-                max_tokens=NUM_TOKENS,
+                max_tokens=NUM_OUTPUT_TOKENS,
                 ignore_eos=True,
                 **FILTERS.fields(),
             )
@@ -74,7 +76,7 @@ async def test_samples_follow_the_target(stack: Stack, target: Path) -> None:
     async with inference(stack) as stub:
         drawn = await asyncio.gather(*(draw() for _ in range(NUM_REQUESTS)))
     samples = np.array([tokens for some, _ in drawn for tokens in some])
-    assert samples.shape == (NUM_REQUESTS * SEQUENCES_A_REQUEST, NUM_TOKENS)
+    assert samples.shape == (NUM_REQUESTS * SEQUENCES_A_REQUEST, NUM_OUTPUT_TOKENS)
     assert least_p_value(samples, exact(target, SUFFIX, NUM_TOKENS, FILTERS)) > SIGNIFICANCE
     # A proposal may come too late: its sequence goes on without.
     assert sum(num_accepted for _, num_accepted in drawn) > 0
