@@ -57,6 +57,8 @@ _MEASURE_IF_SURE_EVERY_SECONDS = 60.0
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
+# Where there are prompts for so much of the time hardly any step is without.
+_MOSTLY_PROMPTS = 0.9
 # Else one plain step in so many seconds is looked at, by so many of its sequences.
 _PLAIN_STEPS_APART = 0.01
 _LOOKS = 4
@@ -245,14 +247,18 @@ class GammaController:
             return int(catch_up / self._round_seconds(load, self.shape))
         return math.ceil(catch_up / self.plain_seconds(load) - 0.5)
 
-    def observe_round(self, load: int, shape: Shape, num_unseen: int, seconds: float) -> None:
+    def observe_round(
+        self, load: int, shape: Shape, num_unseen: int, seconds: float, beside_prompts: bool = False
+    ) -> None:
         """A round of that shape among `load` sequences took that long, from the last result to its own, prompts that
-        were computed meanwhile not counted.
+        were computed meanwhile (`beside_prompts`: any) not counted.
 
         `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
         step does not matter: where they take turns, each waits longer.
         """
         self._scouting.observe_round(self._busy_seconds)
+        if not self._tells(beside_prompts):
+            return
         if seconds <= 0 or self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         if self.shape.is_tree and not shape.is_tree:
@@ -269,9 +275,11 @@ class GammaController:
         steps of milliseconds percents."""
         return self._costs.plain.bring_several or self._times(received)
 
-    def observe_plain(self, load: int, seconds: float, received: float, num_tokens: int = 1) -> None:
-        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted, and
-        brought a sequence so many tokens.
+    def observe_plain(
+        self, load: int, seconds: float, received: float, num_tokens: int = 1, beside_prompts: bool = False
+    ) -> None:
+        """A plain decode step among `load` sequences took that long, from result to result, prompts (`beside_prompts`:
+        there were any) not counted, and brought a sequence so many tokens.
 
         `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
         for that one too: of what they say of the same step the least is believed, once the next is heard of.
@@ -279,6 +287,8 @@ class GammaController:
         self._costs.plain.observe_tokens(load, num_tokens)
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
+        if not self._tells(beside_prompts):
+            return
         step = self._last_plain
         if not self._times(received):
             return
@@ -299,6 +309,11 @@ class GammaController:
         used = self.shape if self._num_active > 0 else None
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
+
+    def _tells(self, beside_prompts: bool) -> bool:
+        """Whether a step, with prompts in it or without, says what it takes without: what those took is no more than
+        reckoned, and errs by much of what is left. It has to do where hardly any are without, or one is waited for."""
+        return not beside_prompts or self.measuring or self._utilisation.share >= _MOSTLY_PROMPTS
 
     def _times(self, received: float) -> bool:
         """Whether one more result that came then is of use for what plain steps take."""
@@ -346,9 +361,9 @@ class GammaController:
             return PLAIN
         rates = [(each.acceptance.rate, each.coupled) for each, _ in joining]
         num_follow = sum(self._num_to_follow(where) for _, where in joining) / len(joining)
-        catch_up = sum(self._catch_up_share(each, where) for each, where in joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
+        catch_up = sum(self._catch_up_share(each, where, load) for each, where in joining)
         begin_at = max(self._begin_at(now.load), self._begin_at(load))
         best, best_gain, num_rounds = PLAIN, _STAY_AT if self.gamma > 0 else begin_at, math.inf
         num_others = len(self._members) - len(rates)
@@ -440,11 +455,12 @@ class GammaController:
         catch_up = self._cost_to_each(self._utilisation.delay(self.catch_up_seconds(where.num_unseen)))
         return share * saved > (now.load + now.num_waiting) * catch_up
 
-    def _catch_up_share(self, each: Drafting, where: Situation) -> float:
-        """What catching up costs for the tokens that follow: what is still to be caught up with, and their share of
-        what was. That is past, but those that come after it will have to do the same."""
+    def _catch_up_share(self, each: Drafting, where: Situation, load: int) -> float:
+        """What catching up costs for the tokens that follow: what is still to be caught up with, and among several
+        their share of what was. That is past, but those that take its place beside the others will have to do the same;
+        who comes after one alone decides for itself."""
         num_follow = self._num_to_follow(where)
-        past = each.catch_up * num_follow / (where.num_output + num_follow)
+        past = each.catch_up * num_follow / (where.num_output + num_follow) if load > 1 else 0.0
         return self._cost_to_each(past + (0.0 if each.active else self.catch_up_seconds(where.num_unseen)))
 
     def _cost_to_each(self, catch_up: float) -> float:

@@ -394,6 +394,7 @@ class Simulation:
             load = len(self.lanes)
             decoding = load - len(self.prefills)
             lane.seconds = self.now - lane.received - (prefill - lane.received_prefill)
+            beside_prompts = prefill > lane.received_prefill
             lane.received, lane.received_prefill = self.now, prefill
             self.trace.append((self.now, shape.num_draft_tokens))
             if shape != PLAIN:
@@ -403,9 +404,10 @@ class Simulation:
                 else:
                     lane.pace.drafting.acceptance.observe(shape.num_draft_tokens, len(path))
                 if not lane.asked_beside_prompts:
-                    self.controller.observe_round(decoding, shape, lane.asked_unseen, lane.seconds)
+                    unseen, seconds = lane.asked_unseen, lane.seconds
+                    self.controller.observe_round(decoding, shape, unseen, seconds, beside_prompts)
             elif lane.num_output > 1:
-                self.controller.observe_plain(decoding, lane.seconds, self.now)
+                self.controller.observe_plain(decoding, lane.seconds, self.now, beside_prompts=beside_prompts)
             if lane.num_output >= lane.num_output_wanted:
                 self.controller.leave(lane.pace.drafting, lane.num_output)
                 self.lanes.remove(lane)

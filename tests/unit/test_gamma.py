@@ -910,6 +910,39 @@ def test_nothing_is_learnt_of_plain_steps_beside_what_others_draft_beside_prompt
     assert found.plain_seconds(4) == pytest.approx(0.05, rel=0.01)
 
 
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_steps_beside_prompts_teach_only_where_there_are_no_others(gamma: int, always: bool) -> None:
+    """What the prompts took is only reckoned."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005 if gamma else 0.05), clock)
+    sequence = drafting(0.9 if gamma else 0.1)
+    before = found._round_seconds(1, Shape(2)), found.plain_seconds(1)
+    for i in range(100):
+        clock.now += 0.5
+        chosen = found.choose(sequence, situation(num_waiting=1 if always or i % 2 else 0))
+        if found.measuring:
+            found._costs.plain.give_up_measuring()
+        elif gamma and chosen:
+            found.observe_round(1, Shape(2), 1, 0.09, beside_prompts=True)
+        elif not gamma:
+            assert chosen == 0
+            found.observe_plain(1, 0.09, clock.now, beside_prompts=True)
+    after = found._round_seconds(1, Shape(2)), found.plain_seconds(1)
+    assert (after != before) == always
+
+
+def test_what_a_measurement_waits_for_may_be_beside_prompts() -> None:
+    clock = Clock()
+    found = GammaController(flat(0.05), flat(0.02), MAX, clock)
+    assert found.choose(drafting(0.6), situation(4)) == 0
+    assert found.measuring
+    for _ in range(20):
+        clock.now += 0.05
+        found.observe_plain(4, 0.05, clock.now, beside_prompts=True)
+    assert not found.measuring
+
+
 def test_nobody_joins_beside_prompts_while_plain_steps_are_measured() -> None:
     clock = Clock()
     found = GammaController(flat(0.05), flat(0.02), MAX, clock)
@@ -956,19 +989,24 @@ def test_nothing_is_unlearnt_while_there_is_nothing_to_choose() -> None:
     assert found.choose(other, situation()) == 0
 
 
-@pytest.mark.parametrize(("catch_up", "goes_on"), [(0.0, True), (3.0, False)])
-def test_what_each_sequence_had_to_catch_up_with_counts_while_it_drafts(catch_up: float, goes_on: bool) -> None:
-    """It is past, but who comes after it will have to do the same."""
+@pytest.mark.parametrize(("catch_up", "load", "goes_on"), [(0.0, 2, True), (3.0, 2, False), (3.0, 1, True)])
+def test_what_each_of_several_had_to_catch_up_with_counts_while_it_drafts(
+    catch_up: float, load: int, goes_on: bool
+) -> None:
+    """It is past, but who takes its place beside the others will have to do the same; who comes after one that is
+    alone decides for itself."""
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock)
-    sequence = drafting(0.5)
-    assert found.choose(sequence, situation()) > 0
-    assert sequence.active
-    sequence.catch_up = catch_up
+    sequences = [drafting(0.5) for _ in range(load)]
+    for sequence in sequences:
+        assert found.choose(sequence, situation(load)) > 0
+        assert sequence.active
+        sequence.catch_up = catch_up
     gammas = set()
     for _ in range(40):
         clock.now += 0.1
-        found.choose(sequence, situation())
+        for sequence in sequences:
+            found.choose(sequence, situation(load))
         gammas.add(found.gamma)
     assert (0 not in gammas) == goes_on
 
@@ -980,9 +1018,9 @@ def test_what_a_sequence_had_to_catch_up_with_counts_when_it_begins_again() -> N
     sequence = drafting(0.7)
     assert found.choose(sequence, situation(num_unseen=1024)) > 0
     found.leave(sequence, None)
-    assert found._catch_up_share(sequence, situation()) == pytest.approx(0.25)
+    assert found._catch_up_share(sequence, situation(), 2) == pytest.approx(0.25)
     assert found.choose(sequence, situation()) > 0
-    assert found._catch_up_share(sequence, situation()) == pytest.approx(0.25)
+    assert found._catch_up_share(sequence, situation(), 2) == pytest.approx(0.25)
 
 
 def test_scouts_take_a_hundredth_of_the_time() -> None:

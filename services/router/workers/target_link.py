@@ -58,6 +58,10 @@ class LaneResult:
         """From that result to this one, without what prompts added in between."""
         return self.received - last.received - (self.prefill_seconds - last.prefill_seconds)
 
+    def beside_prompts(self, last: LaneResult) -> bool:
+        """Whether there were any in between."""
+        return self.prefill_seconds > last.prefill_seconds
+
 
 @dataclass(eq=False)
 class TargetLane:
