@@ -25,9 +25,9 @@ def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[Children]:
     """
     scores = coupled_scores(sampling_logprobs(logits, rows), rows)
     most = min(max(sequence.num_children for sequence in rows), scores.shape[1])
-    best, ids = scores.topk(most)
-    logprobs = (best - scores.logsumexp(1, keepdim=True)).tolist()
-    token_ids = ids.tolist()
+    # All of them, as torch does that in half of the time that their sum alone takes it.
+    best, ids = scores.log_softmax(1).topk(most)
+    token_ids, logprobs = ids.tolist(), best.tolist()
     branched, row = [], 0
     for sequence in rows:
         children = []
