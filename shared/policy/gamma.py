@@ -57,8 +57,8 @@ _MEASURE_IF_SURE_EVERY_SECONDS = 60.0
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
 _ROUNDS_BEFORE_MEASURED = 16.0
-# Where there are prompts for so much of the time hardly any step is without.
-_MOSTLY_PROMPTS = 0.9
+# Where there are prompts for so much of the time few steps are without.
+_MANY_PROMPTS = 0.7
 # Else one plain step in so many seconds is looked at, by so many of its sequences.
 _PLAIN_STEPS_APART = 0.01
 _LOOKS = 4
@@ -248,16 +248,16 @@ class GammaController:
         return math.ceil(catch_up / self.plain_seconds(load) - 0.5)
 
     def observe_round(
-        self, load: int, shape: Shape, num_unseen: int, seconds: float, beside_prompts: bool = False
+        self, load: int, shape: Shape, num_unseen: int, seconds: float, mostly_prompts: bool = False
     ) -> None:
         """A round of that shape among `load` sequences took that long, from the last result to its own, prompts that
-        were computed meanwhile (`beside_prompts`: any) not counted.
+        were computed meanwhile not counted; `mostly_prompts`: they took more than that.
 
         `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
         step does not matter: where they take turns, each waits longer.
         """
         self._scouting.observe_round(self._busy_seconds)
-        if not self._tells(beside_prompts):
+        if not self._tells(mostly_prompts):
             return
         if seconds <= 0 or self._num_active < 0.5 * load:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
@@ -276,10 +276,10 @@ class GammaController:
         return self._costs.plain.bring_several or self._times(received)
 
     def observe_plain(
-        self, load: int, seconds: float, received: float, num_tokens: int = 1, beside_prompts: bool = False
+        self, load: int, seconds: float, received: float, num_tokens: int = 1, mostly_prompts: bool = False
     ) -> None:
-        """A plain decode step among `load` sequences took that long, from result to result, prompts (`beside_prompts`:
-        there were any) not counted, and brought a sequence so many tokens.
+        """A plain decode step among `load` sequences took that long, from result to result, prompts not counted
+        (`mostly_prompts`: they took more than that), and brought a sequence so many tokens.
 
         `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
         for that one too: of what they say of the same step the least is believed, once the next is heard of.
@@ -287,7 +287,7 @@ class GammaController:
         self._costs.plain.observe_tokens(load, num_tokens)
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
-        if not self._tells(beside_prompts):
+        if not self._tells(mostly_prompts):
             return
         step = self._last_plain
         if not self._times(received):
@@ -310,10 +310,11 @@ class GammaController:
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
 
-    def _tells(self, beside_prompts: bool) -> bool:
-        """Whether a step, with prompts in it or without, says what it takes without: what those took is no more than
-        reckoned, and errs by much of what is left. It has to do where hardly any are without, or one is waited for."""
-        return not beside_prompts or self.measuring or self._utilisation.share >= _MOSTLY_PROMPTS
+    def _tells(self, mostly_prompts: bool) -> bool:
+        """Whether a step with prompts in it says what it takes without: what these took is no more than reckoned, and
+        errs by much of what is left. Those that were most of it have to do where few are without, or one is waited
+        for."""
+        return not mostly_prompts or self.measuring or self._utilisation.share >= _MANY_PROMPTS
 
     def _times(self, received: float) -> bool:
         """Whether one more result that came then is of use for what plain steps take."""

@@ -394,7 +394,7 @@ class Simulation:
             load = len(self.lanes)
             decoding = load - len(self.prefills)
             lane.seconds = self.now - lane.received - (prefill - lane.received_prefill)
-            beside_prompts = prefill > lane.received_prefill
+            mostly_prompts = prefill - lane.received_prefill > lane.seconds
             lane.received, lane.received_prefill = self.now, prefill
             self.trace.append((self.now, shape.num_draft_tokens))
             if shape != PLAIN:
@@ -405,9 +405,9 @@ class Simulation:
                     lane.pace.drafting.acceptance.observe(shape.num_draft_tokens, len(path))
                 if not lane.asked_beside_prompts:
                     unseen, seconds = lane.asked_unseen, lane.seconds
-                    self.controller.observe_round(decoding, shape, unseen, seconds, beside_prompts)
+                    self.controller.observe_round(decoding, shape, unseen, seconds, mostly_prompts)
             elif lane.num_output > 1:
-                self.controller.observe_plain(decoding, lane.seconds, self.now, beside_prompts=beside_prompts)
+                self.controller.observe_plain(decoding, lane.seconds, self.now, mostly_prompts=mostly_prompts)
             if lane.num_output >= lane.num_output_wanted:
                 self.controller.leave(lane.pace.drafting, lane.num_output)
                 self.lanes.remove(lane)

@@ -912,7 +912,7 @@ def test_nothing_is_learnt_of_plain_steps_beside_what_others_draft_beside_prompt
 
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("gamma", [0, 2])
-def test_steps_beside_prompts_teach_only_where_there_are_no_others(gamma: int, always: bool) -> None:
+def test_steps_that_are_mostly_prompts_teach_only_where_there_are_few_others(gamma: int, always: bool) -> None:
     """What the prompts took is only reckoned."""
     clock = Clock()
     found = controller(flat(0.05), flat(0.005 if gamma else 0.05), clock)
@@ -924,22 +924,22 @@ def test_steps_beside_prompts_teach_only_where_there_are_no_others(gamma: int, a
         if found.measuring:
             found._costs.plain.give_up_measuring()
         elif gamma and chosen:
-            found.observe_round(1, Shape(2), 1, 0.09, beside_prompts=True)
+            found.observe_round(1, Shape(2), 1, 0.09, mostly_prompts=True)
         elif not gamma:
             assert chosen == 0
-            found.observe_plain(1, 0.09, clock.now, beside_prompts=True)
+            found.observe_plain(1, 0.09, clock.now, mostly_prompts=True)
     after = found._round_seconds(1, Shape(2)), found.plain_seconds(1)
     assert (after != before) == always
 
 
-def test_what_a_measurement_waits_for_may_be_beside_prompts() -> None:
+def test_what_a_measurement_waits_for_may_be_mostly_prompts() -> None:
     clock = Clock()
     found = GammaController(flat(0.05), flat(0.02), MAX, clock)
     assert found.choose(drafting(0.6), situation(4)) == 0
     assert found.measuring
     for _ in range(20):
         clock.now += 0.05
-        found.observe_plain(4, 0.05, clock.now, beside_prompts=True)
+        found.observe_plain(4, 0.05, clock.now, mostly_prompts=True)
     assert not found.measuring
 
 

@@ -208,13 +208,13 @@ async def test_what_prompts_add_to_steps_is_not_counted_between_two_results() ->
     assert first is not None
     assert plain is not None
     assert plain.seconds_since(first) == pytest.approx(plain.received - first.received)
-    assert not plain.beside_prompts(first)
+    assert not plain.mostly_prompts(first)
     await step(100, 100, 0.25, result=False)
     mixed = await step(100, 80, 0.22)
     assert mixed is not None
     passed = mixed.received - plain.received
     assert passed - mixed.seconds_since(plain) == pytest.approx(0.25 * 0.1 / 0.109 + 0.22 * (1 - 0.029 / 0.109))
-    assert mixed.beside_prompts(plain)
+    assert mixed.mostly_prompts(plain)
 
 
 async def test_other_routers_sequences_count_as_load() -> None:

@@ -176,8 +176,8 @@ class SequenceSession:
         # A worker running ahead began this step when it ended the last, however late we come to look.
         gamma = self._gamma
         if gamma is not None and ahead and gamma.looks_at(entry.received) and not _is_round(last.result):
-            num_tokens, beside_prompts = len(entry.result.token_ids), entry.beside_prompts(last)
-            gamma.observe_plain(load, entry.seconds_since(last), entry.received, num_tokens, beside_prompts)
+            num_tokens, mostly_prompts = len(entry.result.token_ids), entry.mostly_prompts(last)
+            gamma.observe_plain(load, entry.seconds_since(last), entry.received, num_tokens, mostly_prompts)
         return entry
 
     async def _round(self, shape: Shape, last: LaneResult, situation: Situation) -> LaneResult:
@@ -213,8 +213,8 @@ class SequenceSession:
                 self._learn(shape, proposal, entry.result if verified else None)
                 # What it takes beside prompts that fill the steps says little of others.
                 if controller is not None and self._fixed is None and not situation.prefill_bound:
-                    seconds, beside_prompts = entry.seconds_since(last), entry.beside_prompts(last)
-                    controller.observe_round(situation.load, shape, situation.num_unseen, seconds, beside_prompts)
+                    seconds, mostly_prompts = entry.seconds_since(last), entry.mostly_prompts(last)
+                    controller.observe_round(situation.load, shape, situation.num_unseen, seconds, mostly_prompts)
         return entry
 
     def _learn(self, asked: Shape, proposal: worker_pb2.Proposal, result: target_pb2.StepResult | None) -> None:

@@ -58,9 +58,9 @@ class LaneResult:
         """From that result to this one, without what prompts added in between."""
         return self.received - last.received - (self.prefill_seconds - last.prefill_seconds)
 
-    def beside_prompts(self, last: LaneResult) -> bool:
-        """Whether there were any in between."""
-        return self.prefill_seconds > last.prefill_seconds
+    def mostly_prompts(self, last: LaneResult) -> bool:
+        """Whether what prompts added was more than that."""
+        return self.prefill_seconds - last.prefill_seconds > self.seconds_since(last)
 
 
 @dataclass(eq=False)
