@@ -13,10 +13,12 @@ from shared.policy.trials import Trials
 # How much more a shape that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
 # ones are taken to be free of what larger ones were found to take beyond their model, too, but not to take less than
 # their share of those. And the next smaller one that was not tried for long, ever more of it, but slowly: what the one
-# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart.
+# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart. Of trees as deep
+# also the larger ones, up to so many times its tokens: they may have met a bad moment.
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
+_MUCH_LARGER = 2
 # Rounds that seem to take less than this share of a plain step, which each of them holds, are not believed.
 _IMPOSSIBLE_SHARE = 0.9
 
@@ -90,6 +92,8 @@ class RoundCosts:
             again = _CURIOSITY_AGAIN if gamma == next_smaller else 0.0
             at_least = max(self.expected(load, shape), self.seconds(load, used, busy) * gamma / of_used)
             credit += max(0.0, self.seconds(load, shape, busy) / at_least - 1)
+        elif shape.is_tree and used.is_tree and gamma == of_used and shape.num_verified > used.num_verified:
+            again = _CURIOSITY_AGAIN if shape.num_verified < _MUCH_LARGER * used.num_verified else 0.0
         count, num_recent = self._overhead.count(load, shape), self._overhead.num_recent(load, shape)
         if 0 < num_recent < 1:  # its logarithm: how long ago
             again *= 1 + _CURIOSITY_GROWS * math.log(1 - math.log(num_recent) / 2)

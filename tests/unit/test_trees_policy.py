@@ -176,3 +176,28 @@ def test_the_policy_drafts_trees_where_they_bring_more(streams: int, misses: flo
     assert chosen >= 0.95 * best
     if streams == 1 and misses < 0.5:
         assert chosen > 1.05 * chains
+
+
+def test_a_larger_tree_that_met_a_bad_moment_is_tried_again() -> None:
+    now = [0.0]
+    controller = GammaController(FLAT, StepCosts([(1, 0.001), (512, 0.001)]), 3, lambda: now[0], max_num_nodes=11)
+    sequence, dice, shapes = Drafting(controller.acceptance, coupled=True), random.Random(4), list[Shape]()
+    for _ in range(3000):
+        shape = Shape(controller.choose(sequence, Situation(1, 0, 0, 1, 64, 1000)), sequence.num_nodes)
+        bad = shape.num_nodes == 11 and sum(each.num_nodes == 11 for each in shapes) < 8
+        took = 0.012 + shape.num_draft_tokens * 0.001 + 0.004 * bad
+        now[0] += took
+        if shape == PLAIN:
+            controller.observe_plain(1, 0.010, now[0])
+        else:
+            controller.observe_round(1, shape, 1, took)
+        hit = 1 - 0.4 / max(shape.branching, 1.0) if shape != PLAIN else 0.0
+        drawn = [dice.random() < hit for _ in range(shape.num_draft_tokens)]
+        num_accepted = (*drawn, False).index(False)
+        if shape.is_tree:
+            controller.trees.observe(0.6, shape, num_accepted)
+        elif shape != PLAIN:
+            sequence.acceptance.observe(shape.num_draft_tokens, num_accepted)
+        shapes.append(shape)
+    late = shapes[1500:]
+    assert sum(each.num_nodes == 11 for each in late) > 0.8 * len(late)
