@@ -36,7 +36,10 @@ def draw(
     num_rows = sum(sequence.num_rows for sequence in rows)
     if len(logits) != num_rows:
         raise ValueError(f"logits has {len(logits)} rows where the sequences have {num_rows}")
-    if any(sequence.num_children for sequence in rows):
+    num_growing = sum(sequence.num_children > 0 for sequence in rows)
+    if rows and num_growing == len(rows):
+        return [SampledTokens((), children=children) for children in branch(logits, rows)]
+    if num_growing:
         return _draw_and_branch(logits, rows, mass, max_entries, generator)
     coupled = [i for i, sequence in enumerate(rows) if sequence.params.coupled]
     if len(coupled) == len(rows):
@@ -59,7 +62,7 @@ def draw(
 def _draw_and_branch(
     logits: Tensor, rows: Sequence[SampleRows], mass: float, max_entries: int, generator: torch.Generator | None
 ) -> list[SampledTokens]:
-    """`draw` where some of the sequences grow trees."""
+    """`draw` where some of the sequences grow trees and others do not."""
     growing, drawing = ([each for each in rows if bool(each.num_children) == grows] for grows in (True, False))
     row_ids: dict[bool, list[int]] = {True: [], False: []}
     first_row = 0
@@ -67,6 +70,6 @@ def _draw_and_branch(
         row_ids[bool(sequence.num_children)] += range(first_row, first_row + sequence.num_rows)
         first_row += sequence.num_rows
     branched = iter(branch(logits[torch.tensor(row_ids[True], device=logits.device)], growing))
-    others = logits[torch.tensor(row_ids[False], dtype=torch.int64, device=logits.device)]
-    drawn = iter(draw(others, drawing, mass, max_entries, generator) if drawing else ())
+    others = logits[torch.tensor(row_ids[False], device=logits.device)]
+    drawn = iter(draw(others, drawing, mass, max_entries, generator))
     return [SampledTokens((), children=next(branched)) if sequence.num_children else next(drawn) for sequence in rows]
