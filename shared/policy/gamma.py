@@ -9,16 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
-from shared.policy.drafting import PREFILL_STEP_TOKENS, Drafting, Situation
-from shared.policy.interference import Interference
-from shared.policy.output_lengths import OutputLengths
+from shared.policy.catching_up import CatchingUp
+from shared.policy.drafting import Drafting, Situation
 from shared.policy.overhead import nearest_power
 from shared.policy.round_costs import RoundCosts
 from shared.policy.scouting import Scouting
 from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
 from shared.policy.trees import Trees
-from shared.policy.utilisation import Utilisation
 
 # Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
 # than the second: estimates err, and changing between the two costs something itself. Likewise one γ gives
@@ -125,16 +123,12 @@ class GammaController:
         self._clock = clock
         self._members: dict[Drafting, None] = {}
         self._num_active = 0
-        self._interference = Interference()
+        self._catching_up = CatchingUp(self._costs, clock())
         # Who scouted last in the shadow of plain decoding: the drafter is at work for it, maybe on the same cores.
         self._shadow_scout: Drafting | None = None
         # The plain step whose results came last: when, among how many sequences, and the least it took for any.
         self._last_plain: PlainStep | None = None
         self._num_looks = 0
-        self._utilisation = Utilisation(clock())
-        # The same of the time in which there are more of them than a step holds.
-        self._prefill_bound = Utilisation(clock())
-        self._outputs = OutputLengths()
         self._decided_at = -math.inf
         self._decided_load = 0
         # With those that waited.
@@ -164,8 +158,7 @@ class GammaController:
         self._chosen_at = now
         sequence.situation, sequence.num_nodes = situation, 0
         self._members[sequence] = None
-        self._utilisation.observe(situation.num_waiting > 0, now)
-        self._prefill_bound.observe(situation.prefill_bound, now)
+        self._catching_up.observe(situation, now)
         if situation.prefill_bound:
             sequence.num_scouting_rounds = 0
             return self._choose_beside_prefills(sequence, situation)
@@ -188,7 +181,7 @@ class GammaController:
             sequence.num_scouting_rounds = 0
             if not sequence.active:
                 tokens = self._tokens(self.shape, sequence.acceptance.rate, sequence.coupled)
-                if not self._joins(situation, situation, tokens):
+                if not self._catching_up.pays(situation, situation, tokens):
                     return 0
                 self._activate(sequence, situation)
             if sequence.coupled and self.shape.is_tree:
@@ -211,7 +204,7 @@ class GammaController:
         if self._shadow_scout is sequence:
             self._shadow_scout = None
         if num_output_tokens is not None:
-            self._outputs.observe(num_output_tokens)
+            self._catching_up.ended(num_output_tokens)
 
     @property
     def gamma(self) -> int:
@@ -263,7 +256,7 @@ class GammaController:
             return  # few draft among many that decode plainly: no measure of what it would take if all did
         if self.shape.is_tree and not shape.is_tree:
             return  # the others' trees were in its steps
-        if self._clock() - seconds < self._interference.over_at:
+        if self._clock() - seconds < self._catching_up.interference.over_at:
             return  # it waited for others that caught up
         of_all = self._num_active >= _EVERYBODY * load
         weight = 1 / self._num_active
@@ -299,12 +292,12 @@ class GammaController:
             return
         self._last_plain, self._num_looks = PlainStep(load, seconds, received), 1
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
-            self._interference.go_on(received)
+            self._catching_up.interference.go_on(received)
         if step is None:
             return
         began = step.received - step.seconds
-        if began < self._interference.over_at:
-            self._interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
+        if began < self._catching_up.interference.over_at:
+            self._catching_up.interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
             return  # the drafter, maybe on the same cores, was at work
         used = self.shape if self._num_active > 0 else None
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
@@ -314,7 +307,7 @@ class GammaController:
         """Whether a step with prompts in it says what it takes without: what these took is no more than reckoned, and
         errs by much of what is left. Those that were most of it have to do where few are without, or one is waited
         for."""
-        return not mostly_prompts or self.measuring or self._utilisation.share >= _MANY_PROMPTS
+        return not mostly_prompts or self.measuring or self._catching_up.prompts.share >= _MANY_PROMPTS
 
     def _times(self, received: float) -> bool:
         """Whether one more result that came then is of use for what plain steps take."""
@@ -337,7 +330,7 @@ class GammaController:
         catch_up = self.catch_up_seconds(situation.num_unseen)
         sequence.catch_up += catch_up
         self._num_active += 1
-        self._interference.begin(self._clock(), catch_up)
+        self._catching_up.interference.begin(self._clock(), catch_up)
 
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
@@ -350,21 +343,20 @@ class GammaController:
 
     def _best_for_all(self, now: Situation) -> Shape:
         """The shape that gains most if all draft who are drafting or would join in; plain if none gains enough."""
-        hoped_for = self.shape if self.shape.is_tree else Shape(max(2, self.gamma))
+        catching_up = self._catching_up
         joining = [
             (each, where)
             for each in self._members
-            if (where := each.situation) is not None
-            and (each.active or self._joins(where, now, self._tokens(hoped_for, each.acceptance.rate, each.coupled)))
+            if (where := each.situation) is not None and (each.active or self._would_join(each, where, now))
         ]
         self._best_gain = 0.0
         if not joining:
             return PLAIN
         rates = [(each.acceptance.rate, each.coupled) for each, _ in joining]
-        num_follow = sum(self._num_to_follow(where) for _, where in joining) / len(joining)
+        num_follow = sum(catching_up.num_to_follow(where) for _, where in joining) / len(joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
-        catch_up = sum(self._catch_up_share(each, where, load) for each, where in joining)
+        catch_up = sum(catching_up.cost_of_rest(each, where, load) for each, where in joining)
         begin_at = max(self._begin_at(now.load), self._begin_at(load))
         best, best_gain, num_rounds = PLAIN, _STAY_AT if self.gamma > 0 else begin_at, math.inf
         num_others = len(self._members) - len(rates)
@@ -401,6 +393,11 @@ class GammaController:
             return self.shape  # maybe everything takes longer now
         return best
 
+    def _would_join(self, each: Drafting, where: Situation, now: Situation) -> bool:
+        """Whether it would be worth its catching up, if all drafted as they do or at least a little."""
+        shape = self.shape if self.shape.is_tree else Shape(max(2, self.gamma))
+        return self._catching_up.pays(where, now, self._tokens(shape, each.acceptance.rate, each.coupled))
+
     def _shapes(self, load: int, coupled: bool) -> list[Shape]:
         """Those there are to choose among."""
         chains = [Shape(gamma) for gamma in range(1, self._max_num_draft_tokens + 1)]
@@ -434,44 +431,14 @@ class GammaController:
         gamma = next((i for i in range(most) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), most)
         # What was chosen for a few that were left is nothing for the many that came since.
         drafts = self.gamma > 0 and situation.load + situation.num_waiting <= _MANY_MORE * self._decided_for
-        share = 1.0 if drafts else self._prefill_bound_steps(situation.load)
+        share = 1.0 if drafts else self._catching_up.prefill_bound_steps(situation.load)
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
-        joins = not self.measuring and self._joins(situation, situation, expected_tokens(rate_at_best, gamma), share)
+        tokens = expected_tokens(rate_at_best, gamma)
+        joins = not self.measuring and self._catching_up.pays(situation, situation, tokens, share)
         if not sequence.active and joins:
             self._activate(sequence, situation)
         return gamma if sequence.active else 0
-
-    def _prefill_bound_steps(self, load: int) -> float:
-        """The share of steps that prompts fill: less than that of the time, as such a step takes longer."""
-        filled = self._prefill_bound.share / self._costs.target.seconds(PREFILL_STEP_TOKENS)
-        others = (1 - self._prefill_bound.share) / self._costs.target.seconds(load)
-        return filled / (filled + others)
-
-    def _joins(self, where: Situation, now: Situation, tokens: float, share: float = 1.0) -> bool:
-        """Whether a sequence that stands at `where` saves more by rounds of so many tokens in this share of its steps
-        than its catching up costs all."""
-        spared = 1 / self._costs.plain.tokens(now.load) - 1 / tokens
-        saved = self._num_to_follow(where) * spared * self.plain_seconds(now.load)
-        catch_up = self._cost_to_each(self._utilisation.delay(self.catch_up_seconds(where.num_unseen)))
-        return share * saved > (now.load + now.num_waiting) * catch_up
-
-    def _catch_up_share(self, each: Drafting, where: Situation, load: int) -> float:
-        """What catching up costs for the tokens that follow: what is still to be caught up with, and among several
-        their share of what was. That is past, but those that take its place beside the others will have to do the same;
-        who comes after one alone decides for itself."""
-        num_follow = self._num_to_follow(where)
-        past = each.catch_up * num_follow / (where.num_output + num_follow) if load > 1 else 0.0
-        return self._cost_to_each(past + (0.0 if each.active else self.catch_up_seconds(where.num_unseen)))
-
-    def _cost_to_each(self, catch_up: float) -> float:
-        """What the drafter's catching up for so long costs every sequence: where it slows the target down, as much as
-        it does; where not, others' rounds wait for it, but not while prompts fill the target's steps."""
-        return catch_up * max(self._interference.slowdown - 1, 1 - self._prefill_bound.share)
-
-    def _num_to_follow(self, where: Situation) -> float:
-        """Tokens that a sequence may be expected still to generate."""
-        return max(1.0, min(where.num_remaining, self._outputs.remaining(where.num_output)))
 
     def _round_seconds(self, load: int, shape: Shape) -> float:
         return self._costs.seconds(load, shape, self._busy_seconds)
@@ -481,7 +448,7 @@ class GammaController:
         if not self._scouting.is_due(self._busy_seconds):
             return
         at_best = self._scouting.rate_at_best(sequence.acceptance, self._busy_seconds)
-        num_follow, catch_up = self._num_to_follow(now), self.catch_up_seconds(now.num_unseen)
+        num_follow, catch_up = self._catching_up.num_to_follow(now), self.catch_up_seconds(now.num_unseen)
         for_all = now.load * catch_up
         gains = [
             self._costs.gain(
@@ -501,4 +468,4 @@ class GammaController:
         drafting = self._scouting.send(sequence, now.load, catch_up, self._busy_seconds)
         if sequence.coupled:
             self._shadow_scout = sequence
-        self._interference.begin(self._clock(), drafting if sequence.coupled else catch_up)
+        self._catching_up.interference.begin(self._clock(), drafting if sequence.coupled else catch_up)

@@ -1018,9 +1018,9 @@ def test_what_a_sequence_had_to_catch_up_with_counts_when_it_begins_again() -> N
     sequence = drafting(0.7)
     assert found.choose(sequence, situation(num_unseen=1024)) > 0
     found.leave(sequence, None)
-    assert found._catch_up_share(sequence, situation(), 2) == pytest.approx(0.25)
+    assert found._catching_up.cost_of_rest(sequence, situation(), 2) == pytest.approx(0.25)
     assert found.choose(sequence, situation()) > 0
-    assert found._catch_up_share(sequence, situation(), 2) == pytest.approx(0.25)
+    assert found._catching_up.cost_of_rest(sequence, situation(), 2) == pytest.approx(0.25)
 
 
 def test_scouts_take_a_hundredth_of_the_time() -> None:
@@ -1084,8 +1084,8 @@ def test_pauses_between_short_loads_earn_a_scout_no_time() -> None:
 
 def test_the_share_of_steps_that_prompts_fill_is_less_than_that_of_the_time() -> None:
     found = controller(StepCosts([(1, 0.05), (512, 0.5)]), flat(0.01), Clock())
-    found._prefill_bound.share = 0.5
-    assert found._prefill_bound_steps(1) == pytest.approx(1 / 11)
+    found._catching_up.prefill_bound.share = 0.5
+    assert found._catching_up.prefill_bound_steps(1) == pytest.approx(1 / 11)
 
 
 def test_who_leaves_is_forgotten() -> None:
