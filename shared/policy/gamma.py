@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.catching_up import CatchingUp
@@ -16,6 +15,7 @@ from shared.policy.round_costs import RoundCosts
 from shared.policy.scouting import Scouting
 from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
+from shared.policy.step_looks import StepLooks
 from shared.policy.trees import Trees
 
 # Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
@@ -57,9 +57,6 @@ _FIRST_DOUBT_SECONDS = 1.0
 _ROUNDS_BEFORE_MEASURED = 16.0
 # Where there are prompts for so much of the time few steps are without.
 _MANY_PROMPTS = 0.7
-# Else one plain step in so many seconds is looked at, by so many of its sequences.
-_PLAIN_STEPS_APART = 0.01
-_LOOKS = 4
 # Where rounds are under way, so many of them are waited for.
 _ROUNDS_LEFT = 1.2
 # After a longer time with nobody, in seconds and in plain steps, whoever comes then is another load: what was chosen
@@ -73,14 +70,6 @@ _LONGEST_PAUSE = 0.5
 # A draft token that takes the place of a prompt token must be kept so likely: it is one token of output less to decode
 # for one of a prompt put off.
 _KEPT_BESIDE_PREFILLS = 0.5
-
-
-class PlainStep(NamedTuple):
-    """A plain decode step among `load` sequences, whose results were `received` then."""
-
-    load: int
-    seconds: float
-    received: float
 
 
 class GammaController:
@@ -126,9 +115,7 @@ class GammaController:
         self._catching_up = CatchingUp(self._costs, clock())
         # Who scouted last in the shadow of plain decoding: the drafter is at work for it, maybe on the same cores.
         self._shadow_scout: Drafting | None = None
-        # The plain step whose results came last: when, among how many sequences, and the least it took for any.
-        self._last_plain: PlainStep | None = None
-        self._num_looks = 0
+        self._plain_looks = StepLooks()
         self._decided_at = -math.inf
         self._decided_load = 0
         # With those that waited.
@@ -264,9 +251,8 @@ class GammaController:
             self._decided_at = -math.inf
 
     def looks_at(self, received: float) -> bool:
-        """Whether anything is learnt of a plain step whose results came then: looking at each result of each would cost
-        steps of milliseconds percents."""
-        return self._costs.plain.bring_several or self._times(received)
+        """Whether anything is learnt of a plain step whose results came then."""
+        return self._costs.plain.bring_several or self._plain_looks.wants(received, self.measuring)
 
     def observe_plain(
         self, load: int, seconds: float, received: float, num_tokens: int = 1, mostly_prompts: bool = False
@@ -274,23 +260,14 @@ class GammaController:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted
         (`mostly_prompts`: they took more than that), and brought a sequence so many tokens.
 
-        `received`: when its results came, by the controller's clock. A sequence that was not in the step before waited
-        for that one too: of what they say of the same step the least is believed, once the next is heard of.
+        `received`: when its results came, by the controller's clock.
         """
         self._costs.plain.observe_tokens(load, num_tokens)
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
-        if not self._tells(mostly_prompts):
+        if not self._tells(mostly_prompts) or not self._plain_looks.wants(received, self.measuring):
             return
-        step = self._last_plain
-        if not self._times(received):
-            return
-        if step is not None and received <= step.received:
-            self._num_looks += 1
-            if seconds < step.seconds:
-                self._last_plain = PlainStep(step.load, seconds, step.received)
-            return
-        self._last_plain, self._num_looks = PlainStep(load, seconds, received), 1
+        step = self._plain_looks.add(load, seconds, received)
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
             self._catching_up.interference.go_on(received)
         if step is None:
@@ -308,15 +285,6 @@ class GammaController:
         errs by much of what is left. Those that were most of it have to do where few are without, or one is waited
         for."""
         return not mostly_prompts or self.measuring or self._catching_up.prompts.share >= _MANY_PROMPTS
-
-    def _times(self, received: float) -> bool:
-        """Whether one more result that came then is of use for what plain steps take."""
-        step = self._last_plain
-        if step is None or self.measuring:
-            return True
-        if received == step.received:
-            return self._num_looks < _LOOKS
-        return not step.received < received < step.received + _PLAIN_STEPS_APART
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""
