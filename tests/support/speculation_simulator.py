@@ -435,6 +435,9 @@ class Simulation:
             if move.shape != PLAIN:
                 lane.asked, lane.asked_unseen, lane.drawn = move.shape, unseen, 0
                 lane.asked_beside_prompts = situation.prefill_bound
+            if move.num_steps > 0:
+                # It goes on without a draft, which nobody waits for any more.
+                self.gathering.forget(lane)
             lane.num_steps += move.num_steps
         self.arrive()
         if asked:
