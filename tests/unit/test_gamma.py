@@ -106,6 +106,11 @@ def test_the_policy_comes_close_to_the_best_fixed_gamma(cell: Cell) -> None:
     assert outcome.worst >= 0.90
 
 
+def test_beside_long_prompts_nobody_waits_for_those_that_decode_plainly() -> None:
+    cell = Cell(8, 0.2, 0.02, 4000, shared=False)
+    assert cell.tokens_per_second(5, None) >= 0.95 * cell.tokens_per_second(5, 0)
+
+
 @pytest.mark.parametrize("streams", [1, 8])
 def test_a_tenfold_slow_round_does_not_end_drafting(streams: int) -> None:
     workload = Workload(lambda _: streams, lambda _: 0.8, 20, seconds=16)

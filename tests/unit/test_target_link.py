@@ -8,7 +8,8 @@ import random
 import pytest
 from outrider.v1 import target_pb2, worker_pb2
 
-from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
+from services.router.workers.target_lane import LaneResult, TargetLane, WorkerLost
+from services.router.workers.target_link import TargetLink
 from shared.policy.step_costs import StepCosts
 from shared.sampling.params import SamplingParams
 

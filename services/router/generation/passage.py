@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from outrider.v1 import target_pb2
 
-from services.router.workers.target_link import TargetLane, TargetLink
+from services.router.workers.target_lane import TargetLane
+from services.router.workers.target_link import TargetLink
 from shared.sampling.params import SamplingParams
 
 

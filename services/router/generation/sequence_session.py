@@ -11,7 +11,8 @@ from outrider.v1 import inference_pb2, target_pb2, worker_pb2
 from services.router.generation.passage import Passage
 from services.router.generation.scout import Scout
 from services.router.text.detokenizer import Detokenizer
-from services.router.workers.target_link import LaneResult, TargetLane, TargetLink, WorkerLost
+from services.router.workers.target_lane import LaneResult, TargetLane, WorkerLost
+from services.router.workers.target_link import TargetLink
 from shared.policy.drafting import Situation
 from shared.policy.gamma import GammaController
 from shared.policy.pace import Pace

@@ -20,7 +20,8 @@ from services.router.text.detokenizer import Detokenizer
 from services.router.text.tokenizer import TextTokenizer
 from services.router.workers.draft_link import DraftLane
 from services.router.workers.fleet import Fleet
-from services.router.workers.target_link import TargetLane, TargetLink
+from services.router.workers.target_lane import TargetLane
+from services.router.workers.target_link import TargetLink
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.telemetry.attributes import (

@@ -6,18 +6,17 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Final
 
 import grpc
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 
+from services.router.workers.backlog import Backlog
 from services.router.workers.breaker import CircuitBreaker
 from services.router.workers.connection import INFO_TIMEOUT_SECONDS, WorkerConnection
 from services.router.workers.silence import Silence
+from services.router.workers.target_lane import LaneResult, TargetLane
 from shared.policy.pace import steps_ahead
 from shared.policy.placement import Role
 from shared.sampling.params import SamplingParams
@@ -29,139 +28,6 @@ logger = logging.getLogger(__name__)
 _ROLES: Final[dict[int, Role]] = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 # Results of a sequence after which its worker counts as doing its work, if it has not ended before.
 _PROVEN_RESULTS = 8
-
-
-class WorkerLost(Exception):
-    """The worker does not have the sequence any more; prefill its committed tokens on another.
-
-    `drained`: because it ended in order.
-    """
-
-    def __init__(self, reason: str, drained: bool = False) -> None:
-        super().__init__(reason)
-        self.drained = drained
-
-
-@dataclass(frozen=True, slots=True)
-class LaneResult:
-    """A sequence's result and when it came (`time.monotonic`).
-
-    `prefill_seconds`: what prompts had added by then to the worker's steps, all together (see
-    `StepCosts.seconds_of_prompts`).
-    """
-
-    result: target_pb2.StepResult
-    received: float
-    prefill_seconds: float
-
-    def seconds_since(self, last: LaneResult) -> float:
-        """From that result to this one, without what prompts added in between."""
-        return self.received - last.received - (self.prefill_seconds - last.prefill_seconds)
-
-    def mostly_prompts(self, last: LaneResult) -> bool:
-        """Whether what prompts added was more than that."""
-        return self.prefill_seconds - last.prefill_seconds > self.seconds_since(last)
-
-
-@dataclass(eq=False)
-class TargetLane:
-    """One sequence's place on a target worker.
-
-    `num_steps` counts the results still to come by themselves: those asked for and not yet received (by the
-    sequence: `num_owed`, by the link). `probe`: the sequence is to show whether a worker that failed is back.
-    """
-
-    link: TargetLink
-    sequence_id: int
-    num_steps: int
-    # Tokens to compute before its first result (0 for a fork, which shares them), hashes of the full blocks that others
-    # will find behind it, as far as they are known, and whether that result is to come.
-    num_prefill_tokens: int
-    block_hashes: Sequence[bytes] = ()
-    waiting: bool = True
-    probe: bool = False
-    # What it waits for to begin with, if anything.
-    pull_id: int = 0
-    num_owed: int = field(init=False)
-    num_received: int = 0
-    _results: asyncio.Queue[LaneResult | None] = field(default_factory=asyncio.Queue)
-    # Whether the worker was going when it said the latest.
-    _drained: bool = False
-
-    def __post_init__(self) -> None:
-        self.num_owed = self.num_steps
-
-    async def next(self) -> LaneResult:
-        """The next result. Raises WorkerLost if the worker went, forgot the sequence, or failed at it."""
-        found = await self._results.get()
-        if found is None:
-            raise WorkerLost("its stream ended", self._drained)
-        self.num_steps -= 1
-        return found
-
-    def verify(self, position: int, proposal: worker_pb2.Proposal | None, num_steps: int, traceparent: str) -> None:
-        """Asks for a round (or with no proposal for plain decoding) and allows `num_steps` more steps."""
-        self.num_steps += num_steps
-        self.num_owed += num_steps
-        verify = target_pb2.Verify(
-            sequence_id=self.sequence_id,
-            position=position,
-            proposal=proposal,
-            num_steps=num_steps,
-            traceparent=traceparent,
-        )
-        self.link.send(target_pb2.TargetOperation(verify=verify), [self.sequence_id])
-
-    def release(self) -> None:
-        """Gives the place up; nothing more is received. Safe to call again."""
-        self.link.release(self.sequence_id)
-
-    def _receive(self, entry: LaneResult | None) -> None:
-        self._drained = self.link.draining
-        self._results.put_nowait(entry)
-
-
-@dataclass(slots=True)
-class Backlog:
-    """Sequences whose first result is still to come: what they have still to compute, in tokens, and full blocks that
-    will be there then, by their hashes, each as often as it was sent."""
-
-    num_tokens: int = 0
-    block_hashes: Counter[bytes] = field(default_factory=Counter)
-
-    # Tokens that each has still to compute, in the order in which they were sent, which is that of the worker.
-    _num_left: dict[TargetLane, int] = field(default_factory=dict)
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self._num_left)
-
-    def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Leading blocks of these that will be there."""
-        return sum(1 for _ in takewhile(self.block_hashes.__contains__, block_hashes))
-
-    def add(self, lane: TargetLane) -> None:
-        self._num_left[lane] = lane.num_prefill_tokens
-        self.num_tokens += lane.num_prefill_tokens
-        self.block_hashes.update(lane.block_hashes)
-
-    def computed(self, num_tokens: int) -> None:
-        """The worker computed so many tokens of our prompts in a step: of those that came first. Its last token each
-        keeps until it has its first result."""
-        for lane, num_left in self._num_left.items():
-            if not num_tokens:
-                break
-            num_computed = min(num_tokens, max(0, num_left - 1))
-            self._num_left[lane] -= num_computed
-            self.num_tokens -= num_computed
-            num_tokens -= num_computed
-
-    def remove(self, lane: TargetLane) -> None:
-        self.num_tokens -= self._num_left.pop(lane)
-        for block_hash in lane.block_hashes:
-            self.block_hashes[block_hash] -= 1
-            if not self.block_hashes[block_hash]:
-                del self.block_hashes[block_hash]
 
 
 class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetRequest, target_pb2.TargetResponse]):
@@ -425,12 +291,12 @@ class TargetLink(WorkerConnection[target_pb2.TargetOperation, target_pb2.TargetR
             lane.probe = False
         if status != target_pb2.STEP_STATUS_RUNNING:
             self._drop(lane)
-        lane._receive(entry)
+        lane.receive(entry)
 
     def _on_lost(self) -> None:
         for lane in list(self._lanes.values()):
             self._drop(lane)
-            lane._receive(None)
+            lane.receive(None)
         self._pulls.clear()
         self.draining = False
         self._silence.heard()
