@@ -21,10 +21,11 @@ from shared.engine.memory import available_memory, device_cache_bytes, host_cach
 from shared.engine.model import CausalLM
 from shared.engine.proposer import Proposer
 from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from shared.engine.scheduler import Scheduler
 from shared.engine.self_test import check_kernels, self_test, try_captured
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
+from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.rows import SampleRows

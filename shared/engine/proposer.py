@@ -7,8 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shared.engine.scheduler import Scheduler, StepPlan
+from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.sampling.proposal import Proposal
 from shared.sampling.sampled import SampledTokens
 

@@ -15,7 +15,7 @@ from shared.engine.attention.grouping import Indices
 from shared.engine.draws import Draws
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
-from shared.engine.scheduler import StepPlan
+from shared.engine.step_plan import StepPlan
 from shared.sampling.sampled import SampledTokens
 
 if TYPE_CHECKING:

@@ -11,65 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
 from itertools import chain, count
 
 from shared.engine.block_pool import BlockPool, OutOfBlocks
 from shared.engine.kv_export import Exports
 from shared.engine.kv_import import Imports, KVImport
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.prefix.block_hash import hash_blocks
 from shared.sampling.sampled import SampledTokens
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """Tokens at positions start <= position < start + num_tokens of one sequence; `num_rows` logits at the
-    end of them are sampled (0: a prefill chunk with more to come). Shared blocks it writes to are copied
-    first: `copies` holds (source, destination)."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    num_rows: int
-    copies: list[tuple[int, int]]
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step computes."""
-
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
-
-    @property
-    def prefills(self) -> list[tuple[Sequence, int]]:
-        """Sequences with tokens that nothing is sampled after, of prompts, and how many these are."""
-        return [
-            (item.sequence, item.num_tokens - item.num_rows)
-            for item in self.scheduled
-            if item.num_tokens > item.num_rows
-        ]
-
-    @property
-    def num_attended(self) -> tuple[int, int]:
-        """Tokens that those of prompts attend to, one after another; and those in the contexts of all others, once
-        each. What attention costs grows with both."""
-        prompts, contexts = 0, 0
-        for item in self.scheduled:
-            if item.num_tokens > item.num_rows:
-                prompts += item.num_tokens * item.start + item.num_tokens * (item.num_tokens + 1) // 2
-            else:
-                contexts += item.start + item.num_tokens
-        return prompts, contexts
-
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        return [copy for item in self.scheduled for copy in item.copies]
-
 
 # Where prompts are to be computed, drafts get this part of a step's room at most.
 _PROMPTS_SHARE = 4

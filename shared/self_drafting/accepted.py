@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from shared.engine.scheduler import ScheduledSequence, StepPlan
+from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.sampling.sampled import SampledTokens
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.sampling.proposal import Proposal
 from shared.sampling.sampled import SampledTokens
 

@@ -17,8 +17,8 @@ from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.paged import attend
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
-from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.accepted import kept_tokens
 from shared.self_drafting.drafter import Growing

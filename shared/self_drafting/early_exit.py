@@ -9,8 +9,8 @@ from torch import Tensor
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.drafter import Growing
 from shared.settings import StartupError

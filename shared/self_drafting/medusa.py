@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.accepted import kept_tokens
 from shared.self_drafting.drafter import Growing

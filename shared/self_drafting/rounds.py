@@ -18,8 +18,9 @@ from shared.drafting.tree_draft import TreeDraft
 from shared.engine.engine import Engine
 from shared.engine.failure import EngineBroken, is_device_error
 from shared.engine.kv_pool import KVPool
-from shared.engine.scheduler import Scheduler, StepPlan
+from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
 from shared.sampling.draft_tree import WIDTH, DraftTree

@@ -29,10 +29,10 @@ from shared.engine.cuda.kernels import load_triton
 from shared.engine.kv_pool import KVPool, KVShape
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import ScheduledSequence, StepPlan
 from shared.engine.self_test import self_test, try_captured
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.engine.settings import Native
+from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.policy.acceptance import expected_tokens
 from shared.sampling.coupled import argmax
 from shared.sampling.params import SamplingParams

@@ -20,8 +20,9 @@ from shared.engine.host_pool import HostPool
 from shared.engine.host_tier import HostTier
 from shared.engine.kv_pool import KVPool, KVShape
 from shared.engine.loop import EngineLoop
-from shared.engine.scheduler import Scheduler, StepPlan
+from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import StepPlan
 from shared.rpc.server import RpcServer
 from shared.sampling.sampled import SampledTokens
 from shared.telemetry.tracing import configure

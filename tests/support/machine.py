@@ -6,8 +6,9 @@ import random
 
 from shared.engine.block_pool import BlockPool
 from shared.engine.host_tier import BlockMover, HostTier
-from shared.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Finish, Sequence
+from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampled import SampledTokens
 

@@ -14,8 +14,8 @@ from services.draft.draws import draw_ahead
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import ScheduledSequence, StepPlan
 from shared.engine.sequence import Sequence
+from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.sampling.params import SamplingParams
 from shared.sampling.rows import SampleRows
 from tests.support.families import tiny_checkpoint

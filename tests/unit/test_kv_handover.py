@@ -10,8 +10,8 @@ import pytest
 from shared.engine.block_pool import OutOfBlocks
 from shared.engine.kv_export import KVExport
 from shared.engine.kv_import import KVImport
-from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Finish, Sequence
+from shared.engine.step_plan import StepPlan
 from shared.sampling.params import SamplingParams
 from tests.support.machine import BLOCK_SIZE, ROOT, VOCAB_SIZE, Machine, decoded, new_sequence, run, serve
 

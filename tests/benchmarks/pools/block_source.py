@@ -14,8 +14,8 @@ from typing import Final
 import torch
 
 from shared.engine.kv_pool import KVPool, KVShape
-from shared.engine.scheduler import StepPlan
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.step_plan import StepPlan
 from shared.prefix.block_hash import hash_blocks
 from shared.sampling.params import SamplingParams
 from shared.transfer.engine import TransferEngine
