@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ class DraftTree:
         self._branching = branching
         self._likelihood = likelihood
         self._nodes: list[_Node] = []
+        # Log-likelihoods of those to propose by now, negated, so the best first.
+        self._best: list[float] = []
         # Those computed, in that order, and how many of them by the latest step; by the first one it was the root.
         self._computed: list[int] = []
         self._num_latest = 0
@@ -58,14 +61,20 @@ class DraftTree:
         return min(self._num_nodes, WIDTH) if self._branching else 1
 
     def take(self, children: Sequence[Sequence[Child]]) -> None:
-        """Takes in what may follow each row that the latest step computed."""
+        """Takes in what may follow each row that the latest step computed, as far as it would be proposed by now: later
+        steps find only what takes its place."""
         latest = self._computed[-self._num_latest :] if self._num_latest else [-1]
         for parent, found in zip(latest, children, strict=True):
             before, depth = (self._nodes[parent].logprob, self._nodes[parent].depth + 1) if parent >= 0 else (0.0, 0)
+            logprob = 0.0
             for child in found:
-                guess, logprob = math.exp(child.logprob), child.logprob
+                guess, own = math.exp(child.logprob), child.logprob
                 if self._likelihood is not None:
-                    logprob = math.log(max(self._likelihood(guess, depth), 1e-9))
+                    own = math.log(max(self._likelihood(guess, depth), 1e-9))
+                # What its drafter likes less than another is no likelier.
+                logprob = min(logprob, own)
+                if not self._is_among_best(before + logprob):
+                    break
                 self._nodes.append(_Node(child.token_id, parent, before + logprob, guess, depth))
         self._num_steps -= 1
 
@@ -96,6 +105,15 @@ class DraftTree:
     def proposal(self, num_nodes: int | None = None) -> Proposal:
         """The likeliest tokens, all or so many, best first, and so each behind the one that it follows."""
         return self._proposal(self._likeliest()[:num_nodes])
+
+    def _is_among_best(self, logprob: float) -> bool:
+        """Whether one more token that is so likely would be proposed by now; notes it then."""
+        if len(self._best) == self._num_nodes:
+            if -logprob >= self._best[-1]:
+                return False
+            self._best.pop()
+        insort(self._best, -logprob)
+        return True
 
     def _wanted(self) -> list[int]:
         known = set(self._computed)
