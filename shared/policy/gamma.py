@@ -51,6 +51,9 @@ _MEASURE_EVERY_SECONDS = 20.0
 _MEASURE_BEFORE_END_SECONDS = 1.0
 _SURE_FROM = 1.3
 _MEASURE_IF_SURE_EVERY_SECONDS = 60.0
+# Where it promises little it tells most and costs least.
+_CLOSE_UP_TO = 1.15
+_MEASURE_IF_CLOSE_EVERY_SECONDS = 15.0
 # And at once where rounds seem to take less than a plain step; but for this pause, which doubles while it seems so.
 _FIRST_DOUBT_SECONDS = 1.0
 # So soon after drafting began they are measured again: then both were measured at much the same time.
@@ -351,6 +354,8 @@ class GammaController:
         if best != PLAIN:
             sure = best_gain >= _SURE_FROM
             every = _MEASURE_IF_SURE_EVERY_SECONDS if sure else _MEASURE_EVERY_SECONDS
+            if best_gain < _CLOSE_UP_TO:
+                every = _MEASURE_IF_CLOSE_EVERY_SECONDS
             self._measure_if_older(now.load, every, at_once=not sure)
             trials = self._costs.trials(now.load)
             unknown = not sure and trials.is_forgotten(self._busy_seconds)
