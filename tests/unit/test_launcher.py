@@ -98,9 +98,13 @@ def test_a_child_whose_parent_has_ended_already_does_not_start(monkeypatch: pyte
     assert (ran.returncode, ran.stdout) == (128 + signal.SIGTERM, "")
 
 
-def test_grpc_keeps_its_own_lines_to_itself_unless_told_otherwise() -> None:
-    program = "import services.cli.main, os; print(os.environ['GRPC_VERBOSITY'])"
-    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    for added, expected in (({}, "ERROR"), ({"GRPC_VERBOSITY": "debug"}, "debug")):
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("GRPC_VERBOSITY", "ERROR"), ("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")],
+)
+def test_grpc_is_set_up_before_it_is_imported_unless_told_otherwise(name: str, default: str) -> None:
+    program = f"import services.cli.main, os; print(os.environ[{name!r}])"
+    environment = {each: value for each, value in os.environ.items() if each != name}
+    for added, expected in (({}, default), ({name: "debug"}, "debug")):
         output = subprocess.check_output([sys.executable, "-c", program], env={**environment, **added}, text=True)
         assert output.strip() == expected
