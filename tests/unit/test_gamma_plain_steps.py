@@ -69,12 +69,7 @@ def test_plain_steps_that_seem_to_take_longer_than_the_rounds_they_are_part_of_a
     gammas = []
     for _ in range(100):
         gamma = found.choose(sequence, situation())
-        took = 0.05 + gamma * 0.02
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, 0.05 + gamma * 0.02)
         gammas.append(gamma)
     assert gammas[0] > 0
     assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.1)
@@ -91,12 +86,7 @@ def test_plain_steps_that_do_take_longer_than_rounds_are_measured_ever_less_ofte
         gamma = found.choose(sequence, situation())
         if found.measuring and (not measured_at or clock.now - measured_at[-1] > 0.5):
             measured_at.append(clock.now)
-        took = 0.04 if gamma else 0.05
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, 0.04 if gamma else 0.05)
     assert 3 <= len(measured_at) <= 9
     pauses = [later - earlier for earlier, later in pairwise(measured_at)]
     assert all(later > 1.5 * earlier for earlier, later in pairwise(pauses))
@@ -246,12 +236,7 @@ def test_rounds_become_slower_with_plain_steps_where_nobody_drafts_and_while_the
     while not measured or found.measuring:
         gamma = found.choose(sequence, situation())
         measured = measured or (found.measuring and clock.now > 1030)
-        took = 0.05 + gamma * 0.02 if gamma else 0.06
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, 0.05 + gamma * 0.02 if gamma else 0.06)
     assert found.plain_seconds(1) > 0.054
     seconds = 0.05 + 4 * 0.02
     assert found._round_seconds(1, Shape(4)) == pytest.approx(seconds, rel=0.01), "amid rounds, as slow as ever"
@@ -276,12 +261,7 @@ def test_before_drafting_ends_it_is_seen_whether_plain_steps_got_slower_too() ->
         slow = 3 if i > 200 else 1
         gamma = found.choose(sequence, situation())
         gammas.append(gamma)
-        took = slow * (0.05 + gamma * 0.005)
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, slow * (0.05 + gamma * 0.005))
     assert sum(gamma > 0 for gamma in gammas[210:]) > 0.85 * len(gammas[210:])
     assert gammas[-1] > 0
 

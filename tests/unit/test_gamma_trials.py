@@ -8,7 +8,7 @@ from shared.policy.acceptance import expected_tokens
 from shared.policy.drafting import Drafting, Situation
 from shared.policy.shape import Shape
 from shared.policy.step_costs import StepCosts
-from tests.support.gamma import Clock, at, controller, drafting, flat, situation
+from tests.support.gamma import Clock, at, controller, drafting, flat, pass_one, situation
 
 
 @pytest.mark.parametrize(("num_remaining", "begins"), [(4, False), (24, False), (400, True)])
@@ -68,12 +68,7 @@ def test_before_drafting_ends_a_smaller_gamma_that_was_never_tried_gets_its_chan
     gammas = []
     for _ in range(300):
         gamma = found.choose(sequence, situation())
-        took = (0.05, 0.052, 0.25)[min(gamma, 2)]
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, (0.05, 0.052, 0.25)[min(gamma, 2)])
         gammas.append(gamma)
     assert gammas[0] > 1
     assert gammas[-50:] == [1] * 50
@@ -88,12 +83,7 @@ def test_the_next_smaller_gamma_is_tried_again_after_long(bad: float) -> None:
     gammas: list[int] = []
     for _ in range(1500):
         gamma = found.choose(sequence, situation())
-        took = (0.05, bad if gammas.count(1) < 5 else 0.05, 0.0775, 0.25)[min(gamma, 3)]
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, (0.05, bad if gammas.count(1) < 5 else 0.05, 0.0775, 0.25)[min(gamma, 3)])
         gammas.append(gamma)
     assert 2 in gammas[:200]
     assert gammas[-1] == 1
@@ -145,12 +135,7 @@ def test_drafting_that_ends_for_a_load_never_drafted_at_was_not_in_vain_at_the_l
     sequence = drafting(0.7)
     while clock.now < 1005:
         gamma = found.choose(sequence, situation())
-        took = 0.05 + gamma * 0.005
-        clock.now += took
-        if gamma:
-            found.observe_round(1, Shape(gamma), 1, took)
-        else:
-            found.observe_plain(1, took, clock.now)
+        pass_one(found, clock, gamma, 0.05 + gamma * 0.005)
     assert found.gamma > 0
     others = [drafting(0.7) for _ in range(63)]
     while found.gamma > 0:
