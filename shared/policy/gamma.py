@@ -353,9 +353,7 @@ class GammaController:
             self._doubt_seconds = _FIRST_DOUBT_SECONDS
         if best != PLAIN:
             sure = best_gain >= _SURE_FROM
-            every = _MEASURE_IF_SURE_EVERY_SECONDS if sure else _MEASURE_EVERY_SECONDS
-            if best_gain < _CLOSE_UP_TO:
-                every = _MEASURE_IF_CLOSE_EVERY_SECONDS
+            every = _measured_every(best_gain)
             self._measure_if_older(now.load, every, at_once=not sure)
             trials = self._costs.trials(now.load)
             unknown = not sure and trials.is_forgotten(self._busy_seconds)
@@ -442,3 +440,10 @@ class GammaController:
         if sequence.coupled:
             self._shadow_scout = sequence
         self._catching_up.interference.begin(self._clock(), drafting if sequence.coupled else catch_up)
+
+
+def _measured_every(gain: float) -> float:
+    """After how many seconds plain steps are measured again, where drafting promises so much."""
+    if gain >= _SURE_FROM:
+        return _MEASURE_IF_SURE_EVERY_SECONDS
+    return _MEASURE_EVERY_SECONDS if gain >= _CLOSE_UP_TO else _MEASURE_IF_CLOSE_EVERY_SECONDS
