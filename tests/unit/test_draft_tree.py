@@ -81,6 +81,14 @@ def test_a_tree_is_no_deeper_than_its_steps(num_steps: int) -> None:
         assert len(proposal) == (7 if num_steps == 1 else 20)
 
 
+def test_what_the_drafter_likes_less_than_another_is_no_likelier() -> None:
+    """Whatever experience of few tokens says."""
+    tree = DraftTree(2, 1, likelihood=lambda guess, _: 1 - guess)
+    tree.take([[Child(token, math.log(guess)) for token, guess in ((5, 0.6), (6, 0.3), (7, 0.1))]])
+    assert tree.advance() is None
+    assert tree.proposal().token_ids == (5, 6)
+
+
 def test_what_may_follow_is_what_the_noise_foresees() -> None:
     logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
     seeded = SamplingParams(seed=5, temperature=0.7, top_k=4, sequence_index=2)
