@@ -161,7 +161,11 @@ async def test_small_chunks_and_preemption_change_nothing(
     # Longest first: their blocks are what the others wait for.
     expected = demo_references[::-1]
     async with inference(small_stack) as stub:
-        _, residency = await check(stub, expected, gamma, NUM_CONCURRENT)
+        # How many go on at once is the machine's affair: each time all must be equal, and once the pool too small.
+        for _ in range(4):
+            _, residency = await check(stub, expected, gamma, NUM_CONCURRENT)
+            if residency.peak > SMALL_BLOCKS:
+                break
     # More sequences had begun, and would go on, than the pool can hold: some had lost their blocks meanwhile.
     assert residency.peak > SMALL_BLOCKS
     await wait_until_idle(small_stack)
