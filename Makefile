@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo image secrets up down logs test test-compose lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-peers bench-pools bench-overheads bench-sources bench-gpu clean
+.PHONY: help setup demo image secrets up down logs test test-compose test-gpu lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-peers bench-pools bench-overheads bench-sources bench-gpu clean
 
 COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
 # What every target of the container stack begins with.
@@ -69,6 +69,9 @@ test: setup ## Run the tests.
 test-compose: setup ## Test the container stack: build, serve, faults under load; takes ten minutes.
 	$(ENGINE)
 	$(BIN)/python -m pytest tests/compose -m compose $(ARGS)
+
+test-gpu: setup ## Test kernels, models and services on a CUDA device.
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
 
 lint: setup ## Check style, format and types.
 	$(BIN)/ruff check

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-# Kernels for GPUs are interpreted here: to be said before anything imports Triton.
-os.environ["TRITON_INTERPRET"] = "1"
+# Kernels for GPUs are interpreted, but where a device is to compute with them (make test-gpu): to be said before
+# anything imports Triton.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import gc
 from collections.abc import Iterator

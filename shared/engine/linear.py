@@ -114,6 +114,8 @@ def pack_linears(
         if type(child) is nn.Linear
         and (can_pack(child.weight) if kernels is None else child.weight.dtype == torch.bfloat16)
     ]
+    if not places:
+        return 0
     inputs = _inputs_seen([child for _, _, child in places], run)
     groups: dict[tuple[nn.Module, Tensor | nn.Linear, bool], list[tuple[str, nn.Linear]]] = {}
     for module, name, child in places:

@@ -239,7 +239,10 @@ class CausalLM:
             logger.info("Llama layers packed for oneDNN", extra={"layers": self.num_layers})
             return
         packed = pack_linears(
-            self._model, lambda: self.reference_logits(torch.zeros(2, dtype=torch.long)), self.kernels, quantised
+            self._model,
+            lambda: self.reference_logits(torch.zeros(2, dtype=torch.long, device=self.device)),
+            self.kernels,
+            quantised,
         )
         if packed:
             logger.info("linear layers packed", extra={"layers": packed})

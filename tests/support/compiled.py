@@ -38,11 +38,13 @@ _TENSORS = {
 
 
 class Compiled(NamedTuple):
-    """`spilled`: bytes that a thread stores and loads, as it has too few registers."""
+    """`spilled`: bytes that a thread stores and loads, as it has too few registers; `shared`: bytes of shared memory
+    that a program takes."""
 
     name: str
     target: int
     spilled: int
+    shared: int
 
 
 class _Variant(NamedTuple):
@@ -50,6 +52,7 @@ class _Variant(NamedTuple):
     constants: dict[str, Any]
     dtype: str
     num_warps: int = 4
+    num_stages: int = 3
 
     @property
     def name(self) -> str:
@@ -57,23 +60,23 @@ class _Variant(NamedTuple):
         return f"{self.kernel.__name__}({self.dtype}, {options})"
 
 
-def attention(head: int, rows: int, fold: int, *has: str, dtype: str = "bf16") -> _Variant:
+def attention(target: int, head: int, rows: int, fold: int, *has: str, dtype: str = "bf16") -> _Variant:
     """With these of the options."""
     flags = {name: name in has for name in _OPTIONS}
-    num_keys, num_warps = tile_of(rows, head * (4 if dtype == "fp32" else 2))
+    tile = tile_of(rows, head * (4 if dtype == "fp32" else 2), "HAS_TREES" in has, target // 10)
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "FOLD": fold, "KEY_DIM": head, "VALUE_DIM": head, "KEY_SIZE": head, "VALUE_SIZE": head,
-        "BLOCK_SIZE": 16, "ROWS": rows, "KEYS": num_keys, "ITEM_FIELDS": ITEM_FIELDS, **flags,
+        "BLOCK_SIZE": 16, "ROWS": rows, "KEYS": tile.num_keys, "ITEM_FIELDS": ITEM_FIELDS, **flags,
         "UPCAST": False,
     }  # fmt: skip
-    return _Variant(attend_pieces, constants, dtype, num_warps)
+    return _Variant(attend_pieces, constants, dtype, tile.num_warps, tile.num_stages)
 
 
-def variants(everything: bool) -> Iterator[_Variant]:
+def variants(everything: bool, target: int) -> Iterator[_Variant]:
     """One of each kernel, or all that differ in what they need of a processor."""
-    yield attention(128, 64, 4, "HAS_TREES")
-    yield attention(128, 16, 4)
-    yield _Variant(merge_parts, {"NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_SIZE": 128, "PARTS": 16}, "bf16")
+    yield attention(target, 128, 64, 4, "HAS_TREES")
+    yield attention(target, 128, 16, 4)
+    yield _Variant(merge_parts, {"NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_SIZE": 128, "PARTS": 32}, "bf16")
     yield _Variant(write_kv, {"KEY_DIM": 128, "VALUE_DIM": 128, "KEY_SIZE": 128, "VALUE_SIZE": 128}, "bf16")
     yield _Variant(add_and_normalise, {"HIDDEN": 4096, "SIZE": 4096, "HAS_ADDED": True}, "bf16")
     yield _Variant(gate, {"MLP": 14336, "SIZE": 1024}, "bf16")
@@ -83,9 +86,9 @@ def variants(everything: bool) -> Iterator[_Variant]:
         return
     for head, rows in [(64, 16), (64, 32), (64, 64), (128, 16), (128, 32), (128, 64), (256, 16), (256, 32)]:
         for has in ((), _OPTIONS):
-            yield attention(head, rows, 4, *has)
-    yield attention(128, 64, 4, dtype="fp16")
-    yield attention(128, 16, 1, dtype="fp32")
+            yield attention(target, head, rows, 4, *has)
+    yield attention(target, 128, 64, 4, dtype="fp16")
+    yield attention(target, 128, 16, 1, dtype="fp32")
     yield _Variant(rotate_and_write, heads | {"HAS_NORMS": False}, "fp16")
 
 
@@ -112,8 +115,9 @@ def compile_kernel(variant: _Variant, target: int) -> Compiled:
         if signature[name].startswith("*") or name in _LONG
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=divisible)
-    compiled = triton.compile(source, GPUTarget("cuda", target, _WARP), {"num_warps": variant.num_warps})
-    return Compiled(variant.name, target, _spilled(compiled.asm["ptx"], target))
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    compiled = triton.compile(source, GPUTarget("cuda", target, _WARP), options)
+    return Compiled(variant.name, target, _spilled(compiled.asm["ptx"], target), compiled.metadata.shared)
 
 
 def _spilled(ptx: str, target: int) -> int:
@@ -134,7 +138,7 @@ def _spilled(ptx: str, target: int) -> int:
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--all"]
     for target in map(int, arguments or TARGETS):
-        for variant in variants("--all" in sys.argv):
+        for variant in variants("--all" in sys.argv, target):
             print(json.dumps(compile_kernel(variant, target)._asdict()), flush=True)
 
 

@@ -117,9 +117,7 @@ def test_half_precision_is_as_near_as_it_may_be() -> None:
 
 def test_kernels_that_attend_otherwise_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     look = CudaStep._look
-    monkeypatch.setattr(
-        CudaStep, "_look", lambda step, layer, query, how, sinks: look(step, layer, query * 1.05, how, sinks)
-    )
+    monkeypatch.setattr(CudaStep, "_look", lambda step, layer, query, *others: look(step, layer, query * 1.05, *others))
     with pytest.raises(StartupError, match="attend otherwise than PyTorch"):
         check_attention(
             interpreted(), KVShape(1, 2, 64, 64), [LayerAttention(4, 0.125, None, None)], 16, torch.float32, 300

@@ -85,7 +85,7 @@ def test_one_long_context_makes_nobody_else_dear() -> None:
 @pytest.mark.parametrize("num_queries", [1, 2, 5, 9, 16, 64])
 def test_a_long_context_is_split_whatever_looks_at_it(num_queries: int) -> None:
     plan = plan_work(step_of([(131072, num_queries)]), 4, 8, None)
-    assert sum(len(work.items) for work in plan.work) * 8 >= 450
+    assert sum(len(work.items) for work in plan.work) * 8 >= 225
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 64, 256])
@@ -97,4 +97,4 @@ def test_partial_results_take_bounded_room(num_sequences: int) -> None:
 
 def test_a_window_leaves_out_what_it_does_not_reach() -> None:
     plan = plan_work(step_of([(100_000, 3)]), 4, 8, 512)
-    assert sum(int((work.items[:, 6] - work.items[:, 5]).sum()) for work in plan.work) <= 512 + 3 + 64
+    assert sum(int((work.items[:, 6] - work.items[:, 5]).sum()) for work in plan.work) <= 512 + 3 + 128

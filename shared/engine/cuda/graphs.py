@@ -138,7 +138,8 @@ class CapturedSteps:
         self._rows = torch.arange(most_tokens, device=device)
         # None: there was no memory for that one.
         self._graphs: dict[_Key, Replay | None] = {}
-        self._captures = True
+        self.captures = True
+        """Whether all could be captured that were to be."""
         self._logits: Tensor | None = None
         self._captured: Tensor | None = None
 
@@ -150,7 +151,7 @@ class CapturedSteps:
         Ids that are on the device are not waited for.
         """
         num_tokens = len(token_ids)
-        if not self._captures or num_tokens > self._most_tokens or not np.array_equal(rows, np.arange(num_tokens)):
+        if not self.captures or num_tokens > self._most_tokens or not np.array_equal(rows, np.arange(num_tokens)):
             return None
         if not batch.fits_words or len(batch.tables) > self._most_tables:
             return None
@@ -248,7 +249,7 @@ class CapturedSteps:
             if is_device_error(error) and "captur" not in str(error):
                 raise
             logger.warning("steps run without graphs from now on: one could not be captured", exc_info=error)
-            self._captures = False
+            self.captures = False
             return None
 
     def _keep(self, logits: Tensor, captured: Tensor | None) -> None:

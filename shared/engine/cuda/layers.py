@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from shared.engine.cuda.device import device_of
 from shared.engine.cuda.elementwise import add_and_normalise, gate
 from shared.engine.cuda.step import HeadNorms
+from shared.engine.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
     from shared.engine.attention.batch import AttentionBatch
@@ -31,16 +32,44 @@ _ACTIVATIONS = ("silu", "swish")
 _GATED = 1024
 
 
+class NormAhead:
+    """A layer's first norm, or a model's last, which the layer before applies as it adds up what is to go through."""
+
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, x: Tensor, added: Tensor) -> Tensor:
+        """The sum of both, `[T, hidden]`, as `[1, T, hidden]`: when that comes by, it has been through the norm."""
+        total, normal = add_and_norm(self._norm, x, added)
+        hidden_states = total.unsqueeze(0)
+        self._found = hidden_states, normal
+        return hidden_states
+
+    def found(self, hidden_states: Tensor) -> Tensor | None:
+        """`[T, hidden]`, what the norm makes of `[1, T, hidden]`; None if that is another tensor than was added up."""
+        found, self._found = self._found, None
+        return found[1] if found is not None and found[0] is hidden_states else None
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """In place of the `forward` of a model's last."""
+        normal = self.found(hidden_states)
+        own: Tensor = type(self._norm).forward(self._norm, hidden_states) if normal is None else normal.unsqueeze(0)
+        return own
+
+
 class FusedLayer:
     """Takes the place of a layer's `forward`, for steps over paged KV; any other call is the layer's own.
 
     Query, key and value are one product, and so are gate and up: their weights become one, of which the modules' own
-    are views from then on.
+    are views from then on. The norm before it may have been applied already, and the `next_norm` behind it is applied
+    along with its last sum.
     """
 
-    def __init__(self, layer: Any, how: LayerAttention) -> None:
+    def __init__(self, layer: Any, how: LayerAttention, norm: NormAhead, next_norm: NormAhead) -> None:
         self._layer = layer
         self._how = how
+        self._norm, self._next_norm = norm, next_norm
         attention, mlp = layer.self_attn, layer.mlp
         self._index: int = attention.layer_idx
         self._qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -70,29 +99,34 @@ class FusedLayer:
             return out
         x = hidden_states[0]
         with device_of(x):
-            normal = normalise(layer.input_layernorm, x)
+            normal = self._norm.found(hidden_states)
+            if normal is None:
+                normal = normalise(layer.input_layernorm, x)
             product = functional.linear(normal, *self._qkv)
             cosines, sines = (part[0].contiguous() for part in position_embeddings)
             attended = step.attend_product(self._index, product, cosines, sines, self._norms, self._how)
             added = layer.self_attn.o_proj(attended.flatten(1))
             x, normal = add_and_norm(layer.post_attention_layernorm, x, added)
-            x = x + layer.mlp.down_proj(gated(functional.linear(normal, *self._gate_up)))
-            fused: Tensor = x.unsqueeze(0)
-            return fused
+            return self._next_norm.add(x, layer.mlp.down_proj(gated(functional.linear(normal, *self._gate_up))))
 
 
 def fuse_layers(model: PreTrainedModel, attention: Sequence[LayerAttention]) -> int:
-    """How many of its layers are computed so from now on; `attention` of each, in order."""
+    """How many of its layers are computed so from now on, all or none; `attention` of each, in order."""
     if getattr(model.config.get_text_config(), "hidden_act", None) not in _ACTIVATIONS:
         return 0
-    layers: list[Any] = [module for module in model.modules() if type(module) in _LAYERS]
-    if not all(map(_is_plain, layers)):
+    whole: Any = decoder_layers(model, type(model).__name__)
+    layers, last_norm = list(whole.layers), whole.norm
+    if not all(type(layer) in _LAYERS and _is_plain(layer) for layer in layers):
         return 0
-    for layer in layers:
-        # In place of a method: not a child, which weights would be looked for in.
-        layer.forward = FusedLayer(layer, attention[layer.self_attn.layer_idx])
+    if type(last_norm) is not type(layers[0].input_layernorm):
+        return 0
+    norms = [*(NormAhead(layer.input_layernorm) for layer in layers), NormAhead(last_norm)]
+    # In place of methods: not children, which weights would be looked for in.
+    for layer, norm, next_norm in zip(layers, norms, norms[1:], strict=False):
+        layer.forward = FusedLayer(layer, attention[layer.self_attn.layer_idx], norm, next_norm)
         if layer.mlp.up_proj.weight.is_cuda:
             torch.cuda.empty_cache()  # what its weights were in
+    last_norm.forward = norms[-1]
     return len(layers)
 
 
@@ -106,7 +140,7 @@ def _is_plain(layer: Any) -> bool:
 def unfuse_layers(model: PreTrainedModel) -> None:
     """Has its layers compute as ever."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), FusedLayer):
+        if isinstance(module.__dict__.get("forward"), FusedLayer | NormAhead):
             del module.__dict__["forward"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,19 +13,19 @@ from shared.engine.attention.layer import LayerAttention
 from shared.engine.cuda.attention import attend_pieces, merge_parts, write_kv
 from shared.engine.cuda.device import device_of
 from shared.engine.cuda.elementwise import rotate_and_write
-from shared.engine.cuda.work import ITEM_FIELDS, is_large
+from shared.engine.cuda.work import ITEM_FIELDS, LEAST_ROWS, is_large
 from shared.engine.kv_pool import KVPool
 
 # Programs for each of a device's processors: as many as run at a time, which take one piece after another.
 _PROGRAMS_EACH = 4
 # On a CPU, where Triton's interpreter runs them one after another, for tests.
 _CPU_PROGRAMS = 3
-# Keys looked at at a time, and a program's warps; half as many keys by twice the warps beside more rows than the
-# fewest, and half as many of large heads: more would not fit into registers.
-_KEYS, _WARPS = 64, 4
-_FEW_ROWS = 16
+# Rows of a piece of attention beside which a program has registers for twice as many keys.
+_FEW_ROWS = 32
+# Major capability.
+_HOPPER = 9
 # Parts put together at a time.
-_PARTS = 16
+_PARTS = 32
 
 
 class HeadNorms(NamedTuple):
@@ -43,6 +44,14 @@ class Launch(NamedTuple):
     num_programs: int
     num_items: Tensor
     items: Tensor
+
+
+class Tile(NamedTuple):
+    """Keys that a program looks at at a time, its warps, and for how many tiles of keys it has room."""
+
+    num_keys: int
+    num_warps: int
+    num_stages: int
 
 
 class WindowTensors(NamedTuple):
@@ -98,7 +107,10 @@ class CudaStep:
         """As `attention.paged.attend`."""
         with device_of(query):
             self._write(layer, key, value)
-            return self._look(layer, query, LayerAttention(query.shape[1], scale, sliding_window, softcap), sinks)
+            how = LayerAttention(query.shape[1], scale, sliding_window, softcap)
+            # Who knows what a model's own layers would make of numbers that nobody wrote.
+            new = query.new_zeros if self._is_filled_up else query.new_empty
+            return self._look(layer, query, how, sinks, new)
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         pool, shape, stride = self._pool, self._pool.shape, self._pool.data.stride()
@@ -130,24 +142,32 @@ class CudaStep:
             HALF_SIZE=_padded(head_dim // 2),
             HAS_NORMS=norms is not None,
         )  # fmt: skip
-        return self._look(layer, query, how, None)
+        return self._look(layer, query, how, None, query.new_empty)
 
-    def _look(self, layer: int, query: Tensor, how: LayerAttention, sinks: Tensor | None) -> Tensor:
-        """`[T, num_heads, value_head_dim]`, once the step's own keys and values are where they belong."""
+    def _look(
+        self,
+        layer: int,
+        query: Tensor,
+        how: LayerAttention,
+        sinks: Tensor | None,
+        new: Callable[[tuple[int, int, int]], Tensor],
+    ) -> Tensor:
+        """`[T, num_heads, value_head_dim]`, once the step's own keys and values are where they belong; `new` memory for
+        it, of which what is of nobody's tokens stays as it is."""
         pool, shape, stride = self._pool, self._pool.shape, self._pool.data.stride()
         query = query if query.stride(-1) == 1 else query.contiguous()
         num_heads, scale, sliding_window, softcap = how
         key_size, value_size = _padded(shape.key_head_dim), _padded(shape.value_head_dim)
         fold = num_heads // shape.num_kv_heads
         its = self._of_window(fold, sliding_window)
-        new = query.new_zeros if self._is_filled_up else query.new_empty
         out = new((self._num_tokens, num_heads, shape.value_head_dim))
         parts = torch.empty(
             (max(1, its.num_parts), num_heads, shape.value_head_dim), dtype=torch.float32, device=query.device
         )
         part_logs = torch.empty((max(1, its.num_parts), num_heads), dtype=torch.float32, device=query.device)
         for num_rows, num_programs, num_items, items in its.launches:
-            num_keys, num_warps = tile_of(num_rows, max(key_size, value_size) * query.element_size())
+            head_bytes = max(key_size, value_size) * query.element_size()
+            tile = tile_of(num_rows, head_bytes, self._has_trees, generation_of(query.device))
             attend_pieces[(num_programs,)](
                 out, parts, part_logs,
                 query, *query.stride()[:2],
@@ -163,14 +183,15 @@ class CudaStep:
                 VALUE_SIZE=value_size,
                 BLOCK_SIZE=pool.block_size,
                 ROWS=num_rows,
-                KEYS=num_keys,
+                KEYS=tile.num_keys,
                 ITEM_FIELDS=ITEM_FIELDS,
                 HAS_WINDOW=sliding_window is not None,
                 HAS_SOFTCAP=softcap is not None,
                 HAS_SINKS=sinks is not None,
                 HAS_TREES=self._has_trees,
                 UPCAST=not query.is_cuda and query.dtype == torch.bfloat16,
-                num_warps=num_warps,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
             )  # fmt: skip
         if its.num_parts:
             merge_parts[(self._num_tokens, num_heads)](
@@ -179,10 +200,20 @@ class CudaStep:
         return out
 
 
-def tile_of(num_rows: int, head_bytes: int) -> tuple[int, int]:
-    """Keys that a program looks at at a time, and its warps."""
-    is_few = num_rows <= _FEW_ROWS
-    return _KEYS if is_few and not is_large(head_bytes) else _KEYS // 2, _WARPS if is_few else 2 * _WARPS
+def tile_of(num_rows: int, head_bytes: int, has_trees: bool, generation: int) -> Tile:
+    """For pieces of so many rows, of heads of so many bytes, on devices of that major capability: as large as fits into
+    registers, and was the fastest on an H100."""
+    if is_large(head_bytes):
+        return Tile(32, 4, 2)
+    if num_rows <= _FEW_ROWS:
+        return Tile(64 if has_trees and num_rows > LEAST_ROWS else 128, 4, 2)
+    return Tile(64, 4, 2) if generation == _HOPPER else Tile(32, 8, 3)
+
+
+@functools.cache
+def generation_of(device: torch.device) -> int:
+    """Its major capability; 0 of a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def num_programs(device: torch.device) -> int:

@@ -13,14 +13,14 @@ ITEM_FIELDS = 11
 
 # Rows of a piece, queries times the heads that share a KV head: the least that tensor cores multiply, and the most that
 # fit into registers, of large heads half as many; those have more bytes than this.
-_LEAST_ROWS = 16
+LEAST_ROWS = 16
 _MOST_ROWS = 64
 _LARGE_HEAD_BYTES = 256
 # Contexts are split until there are about so many pieces, which keep a GPU busy, though none of them shorter than this.
-_PIECES = 512
-_LEAST_KEYS = 256
+_PIECES = 256
+_LEAST_KEYS = 128
 # Parts begin at multiples of this, so that all tiles but the last are full.
-_TILE_KEYS = 64
+_TILE_KEYS = 128
 
 
 class Work(NamedTuple):
@@ -130,4 +130,4 @@ def _items(
 
 
 def _power_of_two(num_rows: int) -> int:
-    return max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())
+    return max(LEAST_ROWS, 1 << (num_rows - 1).bit_length())

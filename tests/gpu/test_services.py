@@ -1,0 +1,104 @@
+"""Router, draft and target worker on a CUDA device: text is the target's own, whatever is drafted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from outrider.v1 import inference_pb2_grpc
+from transformers import AutoModelForCausalLM
+
+from services.cli.stack import Stack
+from shared.models import DEMO_TARGET
+from tests.support.greedy import python_prompts, references
+from tests.support.service import generate, inference, running_stack, wait_until_idle
+
+pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
+
+NUM_TOKENS = 128
+PROMPT_LENGTHS = (12, 60, 150, 320, 700)
+PROMPTS_PER_LENGTH = 4
+# How far below the likeliest token's logit, by its own forward in float32, one may be that bf16 takes: its eight bits
+# of what is some tens large.
+_MARGIN = 0.5
+_KV = {"OUTRIDER_TARGET_KV_CACHE_GIB": "1", "OUTRIDER_DRAFT_KV_CACHE_GIB": "1"}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"gamma": 0},
+    "chain": {"gamma": 4},
+    "tree": {"gamma": 3, "num_nodes": 8},
+    "adaptive": {},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
+async def stack(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, Stack]]:
+    settings = {"target-0": _KV, "draft": _KV}
+    async with running_stack(settings, dtype=request.param, device="cuda") as running:
+        for name in ("target-0", "draft"):
+            said = "\n".join(line for process, line in running.lines if process == name)
+            assert "layers fused" in said, said
+            assert "steps captured" in said, said
+        yield request.param, running
+
+
+async def together(
+    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: list[list[int]], shape: dict[str, Any], **sampling: Any
+) -> list[list[int]]:
+    answers = await asyncio.gather(
+        *(generate(stub, prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **shape, **sampling) for prompt in prompts)
+    )
+    if shape.get("gamma"):
+        assert sum(answer.usage.accepted_tokens for answer in answers) > 0
+    return [answer.token_ids for answer in answers]
+
+
+async def test_greedy_text_is_transformers_own(stack: tuple[str, Stack]) -> None:
+    dtype, running = stack
+    expected = [
+        reference
+        for length in PROMPT_LENGTHS
+        for reference in references(DEMO_TARGET, python_prompts(length), PROMPTS_PER_LENGTH, NUM_TOKENS)
+    ]
+    prompts = [list(reference.prompt) for reference in expected]
+    async with inference(running) as stub:
+        for name, shape in SHAPES.items():
+            texts = await together(stub, prompts, shape, temperature=0.0)
+            if dtype == "float32":
+                assert texts == [reference.token_ids for reference in expected], name
+            else:
+                for prompt, text in zip(prompts, texts, strict=True):
+                    assert below_the_best(prompt, text) <= _MARGIN, name
+    await wait_until_idle(running)
+
+
+async def test_seeded_text_is_the_same_whatever_is_drafted(stack: tuple[str, Stack]) -> None:
+    dtype, running = stack
+    if dtype != "float32":
+        pytest.skip("in bf16 a step's shape decides near ties")
+    prompts = python_prompts(60)
+    async with inference(running) as stub:
+        texts = [await together(stub, prompts, shape, temperature=1.0, seed=5) for shape in SHAPES.values()]
+    assert all(text == texts[0] for text in texts)
+    await wait_until_idle(running)
+
+
+def below_the_best(prompt: list[int], text: list[int]) -> float:
+    """By how much at most a token's logit is below the likeliest one's, where transformers sees the same text."""
+    with torch.inference_mode():
+        logits = _oracle()(input_ids=torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+    its = logits.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
+    return float((logits.amax(dim=1) - its).max())
+
+
+_loaded: list[Any] = []
+
+
+def _oracle() -> Any:
+    if not _loaded:
+        _loaded.append(AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32))
+    return _loaded[0]
