@@ -20,8 +20,9 @@ from shared.engine.kv_pool import KVPool
 _PROGRAMS_EACH = 4
 # On a CPU, where Triton's interpreter runs them one after another, for tests.
 _CPU_PROGRAMS = 3
-# Rows of a piece of attention beside which a program has registers for twice as many keys.
+# Rows of a piece of attention beside which a program may have registers for more keys, and heads that are small.
 _FEW_ROWS = 32
+_SMALL_HEAD_BYTES = 128
 # Major capability.
 _HOPPER = 9
 # Parts put together at a time.
@@ -205,8 +206,10 @@ def tile_of(num_rows: int, head_bytes: int, has_trees: bool, generation: int) ->
     registers, and was the fastest on an H100."""
     if is_large(head_bytes):
         return Tile(32, 4, 2)
+    if num_rows <= LEAST_ROWS:
+        return Tile(128, 4, 2)
     if num_rows <= _FEW_ROWS:
-        return Tile(64 if has_trees and num_rows > LEAST_ROWS else 128, 4, 2)
+        return Tile(64, 4, 3) if head_bytes <= _SMALL_HEAD_BYTES else Tile(64 if has_trees else 128, 4, 2)
     return Tile(64, 4, 2) if generation == _HOPPER else Tile(32, 8, 3)
 
 
