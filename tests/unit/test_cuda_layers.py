@@ -54,6 +54,20 @@ def test_norms_are_transformers_own(hidden: int, dtype: torch.dtype) -> None:
     close(normal, norm(total))
 
 
+def test_a_norm_is_ahead_of_what_was_added_up_alone() -> None:
+    torch.manual_seed(0)
+    norm = norm_of(48, torch.float32)
+    ahead = layers.NormAhead(norm)
+    x, added, other = (torch.randn(5, 48) for _ in range(3))
+    added_up = ahead.add(x, added)
+    torch.testing.assert_close(added_up, (x + added).unsqueeze(0))
+    norm.weight.data *= 2  # shows when it was applied
+    torch.testing.assert_close(2 * ahead(added_up), norm(added_up), rtol=1e-5, atol=1e-6)
+    assert ahead.found(added_up) is None  # it was taken
+    ahead.add(x, added)
+    torch.testing.assert_close(ahead(other.unsqueeze(0)), norm(other.unsqueeze(0)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mlp", [3, 1024, 1500])
 def test_gates_are_torchs(mlp: int, dtype: torch.dtype) -> None:
