@@ -254,8 +254,12 @@ class GammaController:
             self._decided_at = -math.inf
 
     def looks_at(self, received: float) -> bool:
-        """Whether anything is learnt of a plain step whose results came then."""
-        return self._costs.plain.bring_several or self._plain_looks.wants(received, self.measuring)
+        """Whether anything is learnt of a plain step whose results came then. Asked at every token, it has to cost
+        next to nothing."""
+        looks = self._plain_looks
+        if looks.quiet_from < received < looks.quiet_until:
+            return False
+        return self._costs.plain.bring_several or looks.wants(received, self.measuring)
 
     def observe_plain(
         self, load: int, seconds: float, received: float, num_tokens: int = 1, mostly_prompts: bool = False
@@ -270,7 +274,7 @@ class GammaController:
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         if not self._tells(mostly_prompts) or not self._plain_looks.wants(received, self.measuring):
             return
-        step = self._plain_looks.add(load, seconds, received)
+        step = self._plain_looks.add(load, seconds, received, self.measuring or self._costs.plain.bring_several)
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
             self._catching_up.interference.go_on(received)
         if step is None:
@@ -387,7 +391,10 @@ class GammaController:
         # Not beside rounds that are under way.
         round_seconds = self._round_seconds(load, self.shape)
         measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
-        return self._costs.plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once)
+        if not self._costs.plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once):
+            return False
+        self._plain_looks.wake()
+        return True
 
     def _begin_at(self, load: int) -> float:
         """The gain from which drafting begins: more of it where that was in vain lately."""

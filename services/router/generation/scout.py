@@ -27,6 +27,11 @@ class Scout:
         self._proposing: asyncio.Task[worker_pb2.Proposal | None] | None = None
         self._position = 0
 
+    @property
+    def at_work(self) -> bool:
+        """Whether `advance` has anything to do."""
+        return self._proposing is not None or self._drafting.num_scouting_rounds > 0
+
     def advance(self, token_ids: Sequence[int], traceparent: Callable[[], str]) -> None:
         """To be called at each result of plain decoding, with the committed tokens."""
         if self._proposing is not None:

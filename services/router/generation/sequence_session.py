@@ -170,7 +170,7 @@ class SequenceSession:
                 self._draft.prefill(self._token_ids, current_traceparent())
             if move.num_steps > 0:
                 lane.verify(len(self._token_ids), None, move.num_steps, current_traceparent())
-        if self._scout is not None:
+        if self._scout is not None and self._scout.at_work:
             self._scout.advance(self._token_ids, current_traceparent)
         load = max(1, lane.link.num_decoding)
         entry = await lane.next()
