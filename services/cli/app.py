@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import os
@@ -11,6 +10,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+import uvloop
 
 from services.cli.certs import certs
 from services.cli.demo import demo
@@ -57,7 +57,7 @@ def _serve(settings: ServiceSettings) -> None:
     if PREPARED in os.environ:
         logging.getLogger("services.cli").info("worker environment: %s", os.environ[PREPARED])
     server = importlib.import_module(f"services.{settings.service}.server")
-    asyncio.run(server.serve(settings))
+    uvloop.run(server.serve(settings))
 
 
 def _show_version(wanted: bool) -> None:
