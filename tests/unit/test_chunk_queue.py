@@ -99,6 +99,31 @@ async def test_a_write_that_takes_too_long_ends_it(monkeypatch: pytest.MonkeyPat
     assert client.got == []
 
 
+async def test_each_write_has_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many in a row take longer than one may; one behind a pause that is longer begins anew, and is ended."""
+    monkeypatch.setattr(chunk_queue, "_WRITE_SECONDS", 0.3)
+    queue, client, paused = ChunkQueue(), Client(), asyncio.Event()
+
+    async def write_slowly(chunk: inference_pb2.GenerateResponse) -> None:
+        await asyncio.sleep(0.05)
+        if chunk.index - 1 == 10:
+            await asyncio.Event().wait()
+        client.got.append(chunk.index - 1)
+        if len(client.got) == 9:
+            paused.set()
+
+    writing = asyncio.create_task(queue.write_to(write_slowly))
+    for index in range(9):
+        queue.put(chunk(index))
+    await paused.wait()
+    await asyncio.sleep(0.35)
+    queue.put(chunk(9))
+    queue.put(chunk(10))
+    with pytest.raises(Aborted, match=r"read nothing for 0\.3 s"):
+        await writing
+    assert client.got == list(range(10))
+
+
 async def test_waiting_for_generation_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_queue, "_WRITE_SECONDS", 0.0)
     queue, client = ChunkQueue(), Client()

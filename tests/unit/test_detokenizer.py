@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -90,6 +90,27 @@ def test_pieces_join_to_the_text_and_hold_no_half_character(demo: TextTokenizer,
         assert not any("\ufffd" in piece for piece in texts)
         assert not stopped
         assert num_tokens == len(ids)
+
+
+@pytest.mark.parametrize("of", ["demo", "sentencepiece_like"])
+def test_ids_decode_as_transformers_has_it(of: str, request: pytest.FixtureRequest) -> None:
+    tokenizer, rng = request.getfixturevalue(of), random.Random(0)
+    transformers_own = tokenizer._tokenizer
+    for length in (0, 1, 3, 40):
+        for _ in range(50):
+            ids = [rng.randrange(len(transformers_own)) for _ in range(length)]
+            expected = transformers_own.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(ids) == expected
+
+
+def test_a_tokenizer_that_decodes_otherwise_is_asked_itself() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    loaded = PreTrainedTokenizerFast.from_pretrained(DEMO_TARGET)
+    shouting = TextTokenizer(Shouting(tokenizer_object=loaded.backend_tokenizer))  # type: ignore[no-untyped-call]
+    assert shouting.decode(shouting.encode("def main")) == "DEF MAIN"
 
 
 def test_a_character_is_sent_with_the_token_that_completes_it(demo: TextTokenizer) -> None:

@@ -36,8 +36,12 @@ class ChunkQueue:
         self._ended = False
         self._overflowed = False
         self._changed = asyncio.Event()
-        # Of the write under way.
+        # Of all writes, while there are any.
         self._limit: asyncio.Timeout | None = None
+        # When the write under way began, and when it is looked at next whether that is too long ago: a timer for each
+        # would take a good part of what a write takes.
+        self._write_began: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, chunk: inference_pb2.GenerateResponse) -> None:
         """Queues a chunk. One that does not fit ends `write_to`, and is dropped with all others."""
@@ -49,8 +53,8 @@ class ChunkQueue:
         if self._num_bytes > self._max_bytes:
             self._overflowed = True
             self._chunks.clear()
-            if self._limit is not None and not self._limit.expired():
-                self._limit.reschedule(asyncio.get_running_loop().time())
+            if self._write_began is not None:
+                self._stop_writing()
 
     def end(self) -> None:
         """Nothing more is put in."""
@@ -59,23 +63,10 @@ class ChunkQueue:
 
     async def write_to(self, write: Write) -> None:
         """Writes every chunk, and returns behind the last. Raises Aborted when the client does not keep up."""
-        while True:
-            if self._overflowed:
-                raise Aborted(f"the client is too slow: more than {self._max_bytes} bytes wait to be read")
-            if self._chunks:
-                chunk = self._chunks.popleft()
-                await self._write(write, chunk)
-                self._num_bytes -= _size(chunk)
-            elif self._ended:
-                return
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def _write(self, write: Write, chunk: inference_pb2.GenerateResponse) -> None:
         try:
-            async with asyncio.timeout(self._write_seconds) as self._limit:
-                await write(chunk)
+            async with asyncio.timeout(None) as self._limit:
+                self._look()
+                await self._write_all(write)
         except TimeoutError as error:
             assert self._limit is not None
             if not self._limit.expired():
@@ -84,7 +75,41 @@ class ChunkQueue:
                 self._chunks.clear()
                 raise Aborted(f"the client has read nothing for {self._write_seconds:g} s") from error
         finally:
-            self._limit = None
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._overflowed:
+            raise Aborted(f"the client is too slow: more than {self._max_bytes} bytes wait to be read")
+
+    async def _write_all(self, write: Write) -> None:
+        """Until there is no more, or it overflows."""
+        clock = asyncio.get_running_loop().time
+        while not self._overflowed:
+            if self._chunks:
+                chunk = self._chunks.popleft()
+                self._write_began = clock()
+                try:
+                    await write(chunk)
+                finally:
+                    self._write_began = None
+                self._num_bytes -= _size(chunk)
+            elif self._ended:
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _look(self) -> None:
+        """Ends a write that has taken too long, and looks again when the one under way will have, or the next might."""
+        loop = asyncio.get_running_loop()
+        began, now = self._write_began, loop.time()
+        if began is not None and now - began >= self._write_seconds:
+            self._stop_writing()
+            return
+        self._timer = loop.call_at((now if began is None else began) + self._write_seconds, self._look)
+
+    def _stop_writing(self) -> None:
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _size(chunk: inference_pb2.GenerateResponse) -> int:

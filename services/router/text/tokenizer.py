@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shared.engine.tokenizer_fingerprint import load_tokenizer
 
@@ -24,6 +26,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._decode = _decoder(tokenizer)
         self._text_ids = frozenset(tokenizer.get_vocab().values()) - special_ids - set(tokenizer.all_special_ids)
 
     @classmethod
@@ -68,6 +71,20 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, just as the tokens spell it; special tokens have none, half a character is U+FFFD."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._decode(list(token_ids))
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Its `decode` without special tokens and as is: of those that do no more than call the Rust library, that itself,
+    as what lies between takes several times as long for a few tokens."""
+    kind, base = type(tokenizer), PreTrainedTokenizerFast
+    if isinstance(tokenizer, base) and (kind.decode, kind._decode) == (base.decode, base._decode):
+        rust: Any = tokenizer.backend_tokenizer
+        return partial(rust.decode, skip_special_tokens=True)
+
+    def decode(token_ids: list[int]) -> str:
+        text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    return decode
