@@ -25,8 +25,8 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._decode = _decoder(tokenizer)
+        special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._text_ids = frozenset(tokenizer.get_vocab().values()) - special_ids - set(tokenizer.all_special_ids)
 
     @classmethod

@@ -114,11 +114,12 @@ def fuse_layers(model: PreTrainedModel, attention: Sequence[LayerAttention]) -> 
     """How many of its layers are computed so from now on, all or none; `attention` of each, in order."""
     if getattr(model.config.get_text_config(), "hidden_act", None) not in _ACTIVATIONS:
         return 0
-    whole: Any = decoder_layers(model, type(model).__name__)
-    layers, last_norm = list(whole.layers), whole.norm
-    if not all(type(layer) in _LAYERS and _is_plain(layer) for layer in layers):
+    layers: list[Any] = [module for module in model.modules() if type(module) in _LAYERS]
+    if not layers or not all(map(_is_plain, layers)):
         return 0
-    if type(last_norm) is not type(layers[0].input_layernorm):
+    whole: Any = decoder_layers(model, type(model).__name__)
+    last_norm = whole.norm
+    if list(whole.layers) != layers or type(last_norm) is not type(layers[0].input_layernorm):
         return 0
     norms = [*(NormAhead(layer.input_layernorm) for layer in layers), NormAhead(last_norm)]
     # In place of methods: not children, which weights would be looked for in.
