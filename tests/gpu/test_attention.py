@@ -13,7 +13,7 @@ from shared.engine.attention.batch import AttentionBatch
 from shared.engine.attention.layer import LayerAttention
 from shared.engine.attention.paged import attend
 from shared.engine.attention_check import check_attention
-from shared.engine.cuda.kernels import load_triton
+from shared.engine.cuda.kernels import TritonKernels, load_triton
 from shared.engine.kv_pool import KVPool, KVShape
 from tests.support.trees import random_parents
 from tests.unit.test_attention import BLOCK_SIZE, FEATURES, SCALE, Case, dense_attention, make_case
@@ -23,6 +23,12 @@ from tests.unit.test_trees import line_attention
 pytestmark = pytest.mark.gpu
 
 
+def compiled() -> TritonKernels:
+    kernels = load_triton()
+    assert kernels is not None
+    return kernels
+
+
 def attended(
     case: Case, device: torch.device, features: dict[str, Any], parents: list[tuple[int, ...]] | None = None
 ) -> Tensor:
@@ -30,7 +36,7 @@ def attended(
     data = case.pool.data
     pool = KVPool(case.pool.shape, len(data), BLOCK_SIZE, data.dtype, device)
     pool.data.copy_(data)
-    batch = AttentionBatch.build(pool, case.starts, case.lengths, case.tables, load_triton(), parents)
+    batch = AttentionBatch.build(pool, case.starts, case.lengths, case.tables, compiled(), parents)
     there: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()
     }
@@ -78,10 +84,4 @@ def test_each_token_of_a_tree_attends_to_its_own_line(features: dict[str, Any], 
 def test_heads_of_any_size_and_number(num_heads: int, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
     how = LayerAttention(num_heads, shape.key_head_dim**-0.5, None, None)
     layers = [how, how._replace(sliding_window=100), how._replace(softcap=30.0)]
-    check_attention(load_triton_kernels(), shape, layers, 16, dtype, 8192, device)
-
-
-def load_triton_kernels() -> Any:
-    kernels = load_triton()
-    assert kernels is not None
-    return kernels
+    check_attention(compiled(), shape, layers, 16, dtype, 8192, device)

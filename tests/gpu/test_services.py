@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -90,15 +91,11 @@ async def test_seeded_text_is_the_same_whatever_is_drafted(stack: Stack) -> None
 def below_the_best(prompt: list[int], text: list[int]) -> float:
     """By how much at most a token's logit is below the likeliest one's, where transformers sees the same text."""
     with torch.inference_mode():
-        logits = _oracle()(input_ids=torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+        logits = oracle()(input_ids=torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
     its = logits.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     return float((logits.amax(dim=1) - its).max())
 
 
-_loaded: list[Any] = []
-
-
-def _oracle() -> Any:
-    if not _loaded:
-        _loaded.append(AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32))
-    return _loaded[0]
+@functools.cache
+def oracle() -> Any:
+    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
