@@ -8,7 +8,12 @@ from typing import Any
 
 import grpc
 
+from services.router.workers.fleet import Fleet
+from services.router.workers.target_link import TargetLink
+from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from shared.policy.step_costs import StepCosts
 from tests.support.another_router import another_router
+from tests.support.router_stack import until
 from tests.support.service import generate, inference, request, running_stack, wait_until_idle, worker_state
 
 TARGETS, DRAFTS = ["target-0", "target-1"], ["draft"]
@@ -71,28 +76,32 @@ async def test_a_router_that_dies_takes_its_own_streams_alone() -> None:
 
 
 async def test_a_router_places_where_the_other_has_less() -> None:
-    async with (
-        running_stack(num_targets=2) as stack,
-        inference(stack) as one,
-        another_router(stack, TARGETS[:1], DRAFTS) as (_, other),
-    ):
-        # So many that a step beside them takes several times as long, however noisy the machine.
-        calls: list[Any] = [
-            other.Generate(request(PROMPT, gamma=0, seed=seed, max_tokens=1500, ignore_eos=True)) for seed in range(56)
-        ]
-        # For so many steps that everybody has been told.
-        for _ in range(10):
+    async with running_stack(num_targets=2) as stack, another_router(stack, TARGETS[:1]) as (_, other):
+        addresses = [stack.processes[name].address for name in TARGETS]
+        fleet = Fleet(addresses, [], tokenizer_fingerprint(str(stack.settings.target)), 8, 16, None)
+        fleet.start()
+        try:
+            busy, idle = fleet.targets
+            await until(lambda: busy.connected and idle.connected, "both are connected")
+            # Measured, on cores that both share, they would differ by chance, and where a request goes with them.
+            for link in fleet.targets:
+                link.costs = StepCosts([(1, 0.01), (64, 0.04)])
+            calls: list[Any] = [
+                other.Generate(request(PROMPT, gamma=0, seed=seed, max_tokens=1500, ignore_eos=True))
+                for seed in range(NUM_STREAMS)
+            ]
+            await until(lambda: busy.num_decoding == NUM_STREAMS, "it is told of the other's streams")
+            assert (idle.num_decoding, idle.num_waiting, busy.num_waiting) == (0, 0, 0)
+            assert await _placed(fleet) == {idle}
             for call in calls:
-                await call.read()
-        for seed in range(8):
-            prompt = f"# {seed}\n{PROMPT}"
-            calls.append(one.Generate(request(prompt, gamma=0, seed=seed, max_tokens=1500, ignore_eos=True)))
-            await calls[-1].read()
-        found = {name: (await worker_state(stack, name)).num_sequences for name in TARGETS}
-        assert sum(found.values()) == 64
-        # Who does not know of the other's streams gives each target half. What steps cost is measured, so one of them
-        # may go where others would not.
-        assert found["target-1"] >= 6, found
-        for call in calls:
-            call.cancel()
+                call.cancel()
+            await until(lambda: busy.num_decoding == 0, "it is told that they are gone")
+            assert await _placed(fleet) == {busy, idle}
+        finally:
+            await fleet.close()
         await wait_until_idle(stack)
+
+
+async def _placed(fleet: Fleet) -> set[TargetLink]:
+    """Where many requests would go that come now, one by one."""
+    return {(await fleet.placer.place(list(range(1, 50)), b"", 200, ())).decode for _ in range(30)}
