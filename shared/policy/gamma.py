@@ -110,6 +110,9 @@ class GammaController:
         self.acceptance = Acceptance()
         self.trees = Trees(max_num_nodes)
         self.shape = PLAIN
+        # Between `quiet_from` and `quiet_until` it has no use for plain steps: asked at every token, that has to cost
+        # less than a call.
+        self.plain_looks = StepLooks()
         self._costs = RoundCosts(target, draft)
         self._max_num_draft_tokens = max_num_draft_tokens
         self._clock = clock
@@ -118,7 +121,6 @@ class GammaController:
         self._catching_up = CatchingUp(self._costs, clock())
         # Who scouted last in the shadow of plain decoding: the drafter is at work for it, maybe on the same cores.
         self._shadow_scout: Drafting | None = None
-        self._plain_looks = StepLooks()
         self._decided_at = -math.inf
         self._decided_load = 0
         # With those that waited.
@@ -253,28 +255,20 @@ class GammaController:
         if self._costs.observe_round(load, shape, num_unseen, seconds, weight, of_all, self._busy_seconds):
             self._decided_at = -math.inf
 
-    def looks_at(self, received: float) -> bool:
-        """Whether anything is learnt of a plain step whose results came then. Asked at every token, it has to cost
-        next to nothing."""
-        looks = self._plain_looks
-        if looks.quiet_from < received < looks.quiet_until:
-            return False
-        return self._costs.plain.bring_several or looks.wants(received, self.measuring)
-
     def observe_plain(
         self, load: int, seconds: float, received: float, num_tokens: int = 1, mostly_prompts: bool = False
     ) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted
         (`mostly_prompts`: they took more than that), and brought a sequence so many tokens.
 
-        `received`: when its results came, by the controller's clock.
+        `received`: when its results came, by the controller's clock. Not needed while `plain_looks` are quiet.
         """
         self._costs.plain.observe_tokens(load, num_tokens)
         if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
-        if not self._tells(mostly_prompts) or not self._plain_looks.wants(received, self.measuring):
+        if not self._tells(mostly_prompts) or not self.plain_looks.wants(received, self.measuring):
             return
-        step = self._plain_looks.add(load, seconds, received, self.measuring or self._costs.plain.bring_several)
+        step = self.plain_looks.add(load, seconds, received, self.measuring or self._costs.plain.bring_several)
         if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
             self._catching_up.interference.go_on(received)
         if step is None:
@@ -327,17 +321,19 @@ class GammaController:
         self._best_gain = 0.0
         if not joining:
             return PLAIN
-        rates = [(each.acceptance.rate, each.coupled) for each, _ in joining]
+        # Many have the same, above all where nobody drafts: a round of each is reckoned once.
+        rates = Counter((each.acceptance.rate, each.coupled) for each, _ in joining)
         num_follow = sum(catching_up.num_to_follow(where) for _, where in joining) / len(joining)
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
         catch_up = sum(catching_up.cost_of_rest(each, where, load) for each, where in joining)
         begin_at = max(self._begin_at(now.load), self._begin_at(load))
         best, best_gain, num_rounds = PLAIN, _STAY_AT if self.gamma > 0 else begin_at, math.inf
-        num_others = len(self._members) - len(rates)
+        num_others = len(self._members) - len(joining)
         # Where one may have no tree its rounds would be others than those of all.
         for shape in self._shapes(load, all(coupled for _, coupled in rates)):
-            tokens = (sum(self._tokens(shape, *rate) for rate in rates) + num_others) / len(self._members)
+            of_joining = sum(num * self._tokens(shape, *rate) for rate, num in rates.items())
+            tokens = (of_joining + num_others) / len(self._members)
             gain = self._costs.gain(load, shape, tokens, num_follow, catch_up, self._busy_seconds)
             self._best_gain = max(self._best_gain, gain)
             gain *= self._costs.curiosity(load, shape, self.shape, self._busy_seconds)
@@ -393,7 +389,7 @@ class GammaController:
         measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
         if not self._costs.plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once):
             return False
-        self._plain_looks.wake()
+        self.plain_looks.wake()
         return True
 
     def _begin_at(self, load: int) -> float:

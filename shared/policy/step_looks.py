@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 # One in so many seconds, by so many of its sequences: looking at each result of each would cost steps of milliseconds
 # percents.
-_SECONDS_APART = 0.01
-_LOOKS = 4
+_SECONDS_APART = 0.02
+_LOOKS = 3
 
 
 class PlainStep(NamedTuple):

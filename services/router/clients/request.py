@@ -118,15 +118,16 @@ def tokenize_generate(checked: CheckedRequest, tokenizer: TextTokenizer, limits:
     """
     request = checked.request
     prompt_ids = _prompt_ids(request, tokenizer, limits)
-    params = _with_lengths(checked.params, request, len(prompt_ids), limits)
     of_target = tuple(name for name in _OF_TARGETS if checked.may_draft(SOURCES[name]))
+    own = None
     if of_target:
         own = SelfDraft(checked.num_draft_tokens, checked.num_nodes, of_target if checked.sources else ())
-        params = replace(params, self_draft=own)
+    max_tokens = _max_tokens(request, len(prompt_ids), limits)
+    params = replace(checked.params, max_tokens=max_tokens, min_tokens=request.min_tokens, self_draft=own)
     of_workers = tuple(source for source in checked.sources if source in _OF_DRAFT_WORKERS)
     return GenerateOptions(
         prompt_ids=prompt_ids,
-        params=tuple(replace(params, sequence_index=index) for index in range(checked.num_sequences)),
+        params=(params, *(replace(params, sequence_index=index) for index in range(1, checked.num_sequences))),
         stop_strings=checked.stop_strings,
         speculation_enabled=checked.speculates,
         num_draft_tokens=checked.num_draft_tokens,
@@ -285,9 +286,8 @@ def _sampling_params(request: inference_pb2.GenerateRequest, limits: ModelLimits
     return params
 
 
-def _with_lengths(
-    params: SamplingParams, request: inference_pb2.GenerateRequest, num_prompt_tokens: int, limits: ModelLimits
-) -> SamplingParams:
+def _max_tokens(request: inference_pb2.GenerateRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
+    """Most tokens of output, which those that there are to be at least do not exceed."""
     room = limits.max_context - num_prompt_tokens
     allowed = room if limits.max_tokens is None else limits.max_tokens
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(_DEFAULT_MAX_TOKENS, room, allowed)
@@ -301,7 +301,7 @@ def _with_lengths(
         raise InvalidArgument("max_tokens", max_tokens, f"at most {allowed} with this API key")
     if request.min_tokens > max_tokens:
         raise InvalidArgument("min_tokens", request.min_tokens, f"at most max_tokens, {max_tokens}")
-    return replace(params, max_tokens=max_tokens, min_tokens=request.min_tokens)
+    return max_tokens
 
 
 def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:

@@ -27,19 +27,21 @@ class Scout:
         self._proposing: asyncio.Task[worker_pb2.Proposal | None] | None = None
         self._position = 0
 
-    @property
-    def at_work(self) -> bool:
-        """Whether `advance` has anything to do."""
-        return self._proposing is not None or self._drafting.num_scouting_rounds > 0
+    @classmethod
+    def sent(cls, draft: DraftLane, drafting: Drafting) -> Scout | None:
+        """One, if the sequence is to scout."""
+        return cls(draft, drafting) if drafting.num_scouting_rounds > 0 else None
 
-    def advance(self, token_ids: Sequence[int], traceparent: Callable[[], str]) -> None:
-        """To be called at each result of plain decoding, with the committed tokens."""
+    def advance(self, token_ids: Sequence[int], traceparent: Callable[[], str]) -> bool:
+        """To be called at each result of plain decoding, with the committed tokens. Returns whether there is more to
+        come."""
         if self._proposing is not None:
             self._compare(token_ids)
         if self._proposing is None and self._drafting.num_scouting_rounds > 0:
             self._position = len(token_ids)
             proposal = self._draft.propose(list(token_ids), Shape(self._drafting.num_scouting_tokens), traceparent())
             self._proposing = asyncio.create_task(proposal)
+        return self._proposing is not None
 
     def end(self) -> None:
         """Gives up a proposal that is still to come. Safe to call again."""

@@ -79,7 +79,8 @@ class SequenceSession:
         if options.num_draft_tokens is not None:
             self._fixed = Shape(options.num_draft_tokens, options.num_nodes)
         self._pace = Pace(prior, self._fixed, coupled=params.coupled)
-        self._scout = Scout(self._draft, self._pace.drafting) if self._draft is not None and params.coupled else None
+        # While it scouts in the shadow of plain decoding.
+        self._scout: Scout | None = None
 
     async def run(self, emit: Callable[[inference_pb2.GenerateResponse], None]) -> None:
         """Rounds until the sequence ends; everything is released on every way out."""
@@ -170,13 +171,17 @@ class SequenceSession:
                 self._draft.prefill(self._token_ids, current_traceparent())
             if move.num_steps > 0:
                 lane.verify(len(self._token_ids), None, move.num_steps, current_traceparent())
-        if self._scout is not None and self._scout.at_work:
-            self._scout.advance(self._token_ids, current_traceparent)
+            if self._scout is None and self._draft is not None and self._params.coupled:
+                self._scout = Scout.sent(self._draft, self._pace.drafting)
+        if self._scout is not None and not self._scout.advance(self._token_ids, current_traceparent):
+            self._scout = None
         load = max(1, lane.link.num_decoding)
         entry = await lane.next()
         # A worker running ahead began this step when it ended the last, however late we come to look.
         gamma = self._gamma
-        if gamma is not None and ahead and gamma.looks_at(entry.received) and not _is_round(last.result):
+        if gamma is None or not ahead or gamma.plain_looks.quiet_from < entry.received < gamma.plain_looks.quiet_until:
+            return entry
+        if not _is_round(last.result):
             num_tokens, mostly_prompts = len(entry.result.token_ids), entry.mostly_prompts(last)
             gamma.observe_plain(load, entry.seconds_since(last), entry.received, num_tokens, mostly_prompts)
         return entry
@@ -240,12 +245,15 @@ class SequenceSession:
 
     def _controller(self) -> GammaController | None:
         """γ's controller of the worker we are on; None while there is no drafting."""
-        gamma = self._session.fleet.gamma(self._lane.link, self._draft.link) if self._draft is not None else None
+        if self._draft is None:
+            return None
+        drafter = self._draft.link
+        gamma = self._session.fleet.gamma(self._lane.link, drafter)
         if gamma is not self._gamma:
             if self._gamma is not None:
                 self._gamma.leave(self._pace.drafting, None)
             self._gamma = gamma
-        return gamma if self._draft is not None and self._draft.available else None
+        return gamma if self._draft.may_ask(drafter) else None
 
     def _situation(self) -> Situation:
         link = self._lane.link
@@ -284,8 +292,9 @@ class SequenceSession:
         usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
         # What a stop string cut off is no output, and so not accepted.
         num_kept = min(result.num_accepted, len(tokens))
-        drafted = proposal_from_proto(result.self_drafted if result.HasField("self_drafted") else self._proposal)
+        drafted = EMPTY_PROPOSAL
         if result.num_draft_tokens:
+            drafted = proposal_from_proto(result.self_drafted if result.HasField("self_drafted") else self._proposal)
             depth = max(drafted.depths) if drafted.parents else result.num_draft_tokens
             path = drafted.path(result.token_ids[: result.num_accepted])
             usage.round_verified(_sources(drafted)[: result.num_draft_tokens], path, num_kept, depth)

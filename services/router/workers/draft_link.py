@@ -96,8 +96,11 @@ class DraftLane:
     @property
     def available(self) -> bool:
         """Whether the drafter is there and has room for this sequence, as far as is known."""
+        return self.may_ask(self.link)
+
+    def may_ask(self, link: DraftLink | None) -> bool:
+        """The same for who has just looked up the `link`."""
         waiting = self._ask is not None and not self._ask.answer.done()
-        link = self.link
         return (
             link is not None
             and link.connected
