@@ -30,6 +30,7 @@ from services.router.text.tokenizer import TextTokenizer
 from services.router.text.tokenizer_pool import TokenizerPool
 from services.router.workers.fleet import Fleet
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from shared.heap import keep_for_good
 from shared.rpc.deadline import remaining
 from shared.rpc.edge import request_bytes
 from shared.rpc.errors import DeadlineExceeded, to_status
@@ -237,6 +238,7 @@ async def serve(settings: RouterSettings) -> None:
         max_request_bytes=settings.max_request_bytes,
     )
     server.add("outrider.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
+    keep_for_good()
     await server.start()
     fleet.start()
     health = asyncio.create_task(_report_health(fleet, server))

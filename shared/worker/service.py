@@ -17,6 +17,7 @@ from shared.engine.engine import Engine, Sampler
 from shared.engine.memory import return_free_memory
 from shared.engine.model import CausalLM
 from shared.engine.settings import EngineSettings
+from shared.heap import keep_for_good
 from shared.registry.listing import Listing
 from shared.registry.member import Member
 from shared.rpc.server import RpcServer
@@ -107,6 +108,7 @@ async def run_worker(
         engine_loop = servicer.attach(engine, on_crash)
         if serving is not None:
             await serving(engine)
+        keep_for_good()
         await server.set_serving(True)
         if redis_url is not None:
             member = Member(redis_url, settings.deployment, _listing(settings, servicer, server.address, role))

@@ -49,6 +49,9 @@ async def test_two_routers_serve_as_one_does() -> None:
             found = [generated.token_ids for generated in await asyncio.gather(*streams)]
             assert found == [tokens for tokens in expected for _ in range(2)]
         await wait_until_idle(stack)
+        # Nobody's objects are looked through again while there is work.
+        kept = {name for name, line in stack.lines if "ready to serve" in line}
+        assert kept == {"router", "draft", *TARGETS}
 
 
 async def test_a_router_that_dies_takes_its_own_streams_alone() -> None:
