@@ -12,7 +12,7 @@ from shared.policy.shape import PLAIN, Shape
 # Plain decoding: seconds that a worker may run ahead, in steps, but so few of them at least and so many at most; more
 # are granted when half of them are left. Enough that the worker never waits for the router, and that asking for more
 # takes little beside steps of a millisecond; little enough that a change to drafting is not long in coming.
-_GRANTED_SECONDS = 0.05
+_GRANTED_SECONDS = 0.1
 LEAST_GRANTED_STEPS = 8
 _MOST_GRANTED_STEPS = 32
 # The same while it is measured what plain steps take: rounds are to follow.

@@ -77,7 +77,7 @@ def test_while_plain_steps_are_measured_few_are_granted() -> None:
 
 
 def test_more_steps_are_granted_where_they_are_short_and_half_of_them_are_left_when_the_next_are() -> None:
-    assert [steps_ahead(seconds) for seconds in (1e-9, 0.001, 0.0025, 0.005, 0.03, 60)] == [32, 32, 20, 10, 8, 8]
+    assert [steps_ahead(seconds) for seconds in (1e-9, 0.001, 0.0025, 0.005, 0.03, 60)] == [32, 32, 32, 20, 8, 8]
     pace = Pace(None, None)
     assert move(pace, Wanting(0), num_ahead=20) == Move(num_steps=20)
     assert [pace.enough_granted(num_steps) for num_steps in (9, 10)] == [False, True]
