@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import pytest
 from redis.asyncio import Redis
@@ -20,39 +20,14 @@ from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.index import PrefixIndex
 from shared.prefix.publisher import PrefixPublisher
 from shared.redis.server import RedisServer
+from tests.support.redis_client import client, eventually
 
 MODEL = "model-a"
 ROOT = root_hash(MODEL, b"")
-DEADLINE_SECONDS = 30.0
 # A lookup timeout that a busy test machine does not miss.
 PATIENT = 20.0
 # A lease without a heartbeat in the time of a test.
 LONG_LEASE = 600.0
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: RedisServer) -> RedisServer:
-    """A running Redis with nothing in it."""
-    shared_server.start()
-    async with client(shared_server) as redis:
-        await redis.flushall()
-    return shared_server
-
-
-@contextlib.asynccontextmanager
-async def client(server: RedisServer) -> AsyncIterator[Redis]:
-    # With a socket timeout of its own the client can swallow the cancellation at a deadline.
-    redis = Redis.from_url(server.url, socket_timeout=None)
-    try:
-        yield redis
-    finally:
-        await redis.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -85,16 +60,6 @@ def publisher_at(
         block_ttl_seconds=block_ttl_seconds,
         max_pending=max_pending,
     )
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Waits until `condition`, a question to Redis, holds; fails at the deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not await condition():  # noqa: ASYNC110 - Redis does not tell when it changes
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"not within {DEADLINE_SECONDS:g} s: {what}")
 
 
 async def finds(index: PrefixIndex, hashes: Sequence[bytes], expected: dict[str, int]) -> None:

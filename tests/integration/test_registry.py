@@ -10,21 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from shared.redis.server import RedisServer
 from shared.registry import directory as directory_module
 from shared.registry.directory import Directory
 from shared.registry.listing import Listing
 from shared.registry.member import Member
+from tests.support.redis_client import client, eventually
 
 WORKERS = "outrider:{default}:workers"
-DEADLINE_SECONDS = 30.0
 # A lease without a beat in the time of a test.
 LONG_LEASE = 600.0
 
@@ -45,31 +44,6 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: RedisServer) -> RedisServer:
-    """A running Redis with nothing in it."""
-    shared_server.start()
-    async with client(shared_server) as redis:
-        await redis.flushall()
-    return shared_server
-
-
-@contextlib.asynccontextmanager
-async def client(server: RedisServer) -> AsyncIterator[Redis]:
-    # With a socket timeout of its own the client can swallow the cancellation at a deadline.
-    redis = Redis.from_url(server.url, socket_timeout=None)
-    try:
-        yield redis
-    finally:
-        await redis.aclose()
-
-
 @contextlib.asynccontextmanager
 async def directory_at(url: str, deployment: str = "default") -> AsyncIterator[Directory]:
     directory = Directory(url, deployment)
@@ -83,16 +57,6 @@ def member_at(
     server: RedisServer, listing: Listing, *, deployment: str = "default", lease_seconds: float = LONG_LEASE
 ) -> Member:
     return Member(server.url, deployment, listing, lease_seconds)
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Waits until `condition`, a question to Redis, holds; fails at the deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not await condition():  # noqa: ASYNC110 - Redis does not tell when it changes
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"not within {DEADLINE_SECONDS:g} s: {what}")
 
 
 async def lists(directory: Directory, *expected: Listing) -> None:

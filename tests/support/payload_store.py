@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from redis.asyncio import Redis
 from shared.prefix.block_hash import hash_blocks, root_hash
 from shared.prefix.payload_index import PayloadIndex
 from shared.prefix.store import PrefixStore
-from shared.redis.server import RedisServer
+from tests.support.redis_client import eventually
 
 MODEL = "model-a"
 ROOT = root_hash(MODEL, b"")
@@ -22,19 +21,8 @@ PREFIX = b"outrider:{model-a}:payload:"
 ACCOUNT = b"outrider:{model-a}:payloads"
 BLOCK_BYTES = 4096
 MIB = 1 << 20
-DEADLINE_SECONDS = 30.0
 # A timeout that a busy test machine does not miss.
 PATIENT = 20.0
-
-
-@contextlib.asynccontextmanager
-async def client(server: RedisServer) -> AsyncIterator[Redis]:
-    # With a socket timeout of its own the client can swallow the cancellation at a deadline.
-    redis = Redis.from_url(server.url, socket_timeout=None)
-    try:
-        yield redis
-    finally:
-        await redis.aclose()
 
 
 def store_at(
@@ -63,16 +51,6 @@ async def index_at(url: str, *, timeout_seconds: float = PATIENT) -> AsyncIterat
         yield index
     finally:
         await index.close()
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Waits until `condition` holds; fails at the deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not await condition():  # noqa: ASYNC110 - Redis does not tell when it changes
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"not within {DEADLINE_SECONDS:g} s: {what}")
 
 
 def chain(num_blocks: int, start: int = 0) -> list[bytes]:

@@ -1,29 +1,11 @@
-"""A Redis for all tests of the payload store of a file, empty for each."""
+"""The payload store as its tests want it: nothing in it is too fresh to go, and it may be had in small pieces."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from shared.prefix import store as store_module
-from shared.redis.server import RedisServer
-from tests.support.payload_store import BLOCK_BYTES, client
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: RedisServer) -> RedisServer:
-    """A running Redis with nothing in it."""
-    shared_server.start()
-    async with client(shared_server) as redis:
-        await redis.flushall()
-    return shared_server
+from tests.support.payload_store import BLOCK_BYTES
 
 
 @pytest.fixture(autouse=True)

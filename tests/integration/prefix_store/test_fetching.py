@@ -20,7 +20,6 @@ from tests.support.payload_store import (
     PREFIX,
     accounted,
     chain,
-    client,
     held_in_redis,
     index_at,
     messages,
@@ -30,6 +29,7 @@ from tests.support.payload_store import (
     stores,
     value_of,
 )
+from tests.support.redis_client import client
 
 
 async def test_what_one_worker_stored_another_fetches(server: RedisServer) -> None:

@@ -15,14 +15,11 @@ from shared.redis.server import RedisServer
 from tests.support.payload_store import (
     ACCOUNT,
     BLOCK_BYTES,
-    DEADLINE_SECONDS,
     PATIENT,
     PREFIX,
     accounted,
     bytes_in_redis,
     chain,
-    client,
-    eventually,
     held_in_redis,
     next_millisecond,
     payload_of,
@@ -31,6 +28,7 @@ from tests.support.payload_store import (
     store_at,
     stores,
 )
+from tests.support.redis_client import DEADLINE_SECONDS, client, eventually
 
 
 @pytest.mark.parametrize("block_bytes", [1000, 64 * 1024 - HEADER_BYTES, 64 * 1024])

@@ -17,13 +17,10 @@ from shared.prefix import store as store_module
 from shared.redis.server import RedisServer
 from tests.support.payload_store import (
     BLOCK_BYTES,
-    DEADLINE_SECONDS,
     MIB,
     PATIENT,
     accounted,
     chain,
-    client,
-    eventually,
     held_in_redis,
     index_at,
     messages,
@@ -33,6 +30,7 @@ from tests.support.payload_store import (
     store_at,
     stores,
 )
+from tests.support.redis_client import DEADLINE_SECONDS, client, eventually
 
 
 async def test_killed_redis_loses_the_blocks_and_nothing_else(

@@ -15,14 +15,11 @@ from shared.prefix.store import PrefixStore
 from shared.redis.server import RedisServer
 from tests.support.payload_store import (
     BLOCK_BYTES,
-    DEADLINE_SECONDS,
     MODEL,
     PATIENT,
     PREFIX,
     accounted,
     chain,
-    client,
-    eventually,
     held_in_redis,
     payload_of,
     payloads_of,
@@ -31,6 +28,7 @@ from tests.support.payload_store import (
     stores,
     value_of,
 )
+from tests.support.redis_client import DEADLINE_SECONDS, client, eventually
 
 
 async def test_what_is_there_already_is_not_written_again(server: RedisServer) -> None:
