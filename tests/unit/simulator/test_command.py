@@ -6,18 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from services.cli.simulate import simulate
+from tests.support.simulate_command import command
 from tests.support.simulated_cluster import written
-
-
-def command(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(simulate)
-    result = CliRunner().invoke(app, arguments, terminal_width=200, env={"COLUMNS": "200"})
-    return result.exit_code, result.output
 
 
 def test_the_command_simulates_and_writes_json(tmp_path: Path) -> None:

@@ -10,10 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from services.cli.simulate import simulate
 from services.cli.simulate_models import place_models
 from services.simulator.cluster import Agenda, Cluster, Pools, Service
 from services.simulator.costs import linear_costs
@@ -30,6 +27,7 @@ from services.simulator.turns import SharingService, Turns
 from services.simulator.worker import Worker
 from services.simulator.workload import Lengths, Request, SharedPrefixes, Workload
 from shared.policy.placement import TransferRates, WorkerView
+from tests.support.simulate_command import command
 
 KV_BYTES = 131_072.0
 FLEET = Fleet(
@@ -469,13 +467,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 # The command
-
-
-def command(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(simulate)
-    result = CliRunner().invoke(app, arguments, terminal_width=240, env={"COLUMNS": "240"})
-    return result.exit_code, result.output
 
 
 def test_the_command_finds_a_placement_and_writes_json(tmp_path: Path) -> None:
