@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.launcher import prepare_this_process
 from shared.engine.model import CausalLM
 from shared.settings import StartupError
 from tests.benchmarks.machine import this_machine
@@ -67,4 +68,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_this_process()
     main()

@@ -1,7 +1,8 @@
 """`make bench-steps`: what a step of each model takes, beside the least that memory and arithmetic allow.
 
 Bandwidth is measured beside every step, and each step is held against its own: it wanders by a third within a minute
-on machines that others share. Two threads, or as many as --num-threads says, and one model at a time.
+on machines that others share. Two threads, or as many as --num-threads says, one model at a time, and in a worker's
+environment: its OpenMP, its huge pages.
 
 python -m tests.benchmarks.steps --pair synthetic --native auto off --quantize int8 int4
 """
@@ -20,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.launcher import prepare_this_process
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.native.library import load_library
@@ -224,4 +226,5 @@ def _parse_options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    prepare_this_process()
     main()

@@ -30,7 +30,7 @@ def test_both_libraries_are_preloaded(libraries: tuple[Path, Path]) -> None:
     assert environment == {
         "HOME": "/home",
         "LD_PRELOAD": f"{libraries[0]} {libraries[1]}",
-        "KMP_BLOCKTIME": "1",
+        "KMP_BLOCKTIME": "200us",
         "GLIBC_TUNABLES": HUGE_PAGES,
         PREPARED: "Intel OpenMP, tcmalloc",
     }

@@ -112,8 +112,6 @@ struct Seen {
     float *largest, *total, *values;  // [rows], [rows], [rows, width]
 
     Seen(float *memory, int64_t rows) : largest(memory), total(memory + rows), values(memory + 2 * rows) {}
-    Seen(Seen all, int64_t row, int width)
-        : largest(all.largest + row), total(all.total + row), values(all.values + row * width) {}
     static int64_t size(int64_t rows, int width) { return rows * (width + 2); }
 };
 
@@ -211,28 +209,45 @@ struct Stretch {
     int64_t first, last;
 };
 
-// Keys or values of one KV head that will be looked at next.
+// Keys or values of some KV heads that will be looked at next.
 struct Next {
     Stretch stretch;
-    int64_t kv_head;
+    int64_t first_head, last_head;
     bool values;
 };
 
-// Asks memory for those of positions `i` to `i + 7` of them, if there are so many, to be in the second cache: in the
-// first, heads drive one another out.
-template <class T> ALWAYS_INLINE void fetch8(const Pool &pool, const T *layer, const Next &next, int i) {
-    if (next.stretch.first + i > next.stretch.last) return;
-    const T *at = key_at(pool, layer, next.stretch.table, next.stretch.first + i, next.kv_head);
-    if (next.values) at += pool.value_offset;
+// Asks memory for one of `parts` parts of their first tile, to be in the second cache: in the first, heads drive one
+// another out. A position's heads lie side by side. `parts`: a multiple of the stretches of 8 positions, which each lie
+// in one block.
+template <class T> ALWAYS_INLINE void fetch(const Pool &pool, const T *layer, const Next &next, int64_t part, int64_t parts) {
+    int64_t first = next.stretch.first + TILE * part / parts, last = next.stretch.first + TILE * (part + 1) / parts;
+    last = last <= next.stretch.last ? last : next.stretch.last + 1;
+    if (first >= last) return;
+    const T *at = key_at(pool, layer, next.stretch.table, first, next.first_head) + (next.values ? pool.value_offset : 0);
     constexpr int LINE = 64 / sizeof(T);
-    for (int j = 0; j < 8; j++, at += pool.position_stride)
-        for (int d = 0; d < pool.key_dim; d += LINE) _mm_prefetch(at + d, _MM_HINT_T1);
+    for (; first < last; first++, at += pool.position_stride)
+        for (int64_t h = 0; h < next.last_head - next.first_head; h++)
+            for (int d = 0; d < pool.key_dim; d += LINE) _mm_prefetch(at + h * pool.head_stride + d, _MM_HINT_T1);
 }
 
 // One unit of values, of as many positions as that has, to its row in every panel of `width` numbers.
 static inline void take_values(const bf16 *first, const bf16 *second, int dim, int width, uint32_t *to, int64_t panel) {
+#if defined(__AVX512BF16__)
+    // Of two positions, their numbers 0 to 15, pair by pair, and 16 to 31.
+    const __m512i FRONT = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008,
+                                           0x270007, 0x260006, 0x250005, 0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+    const __m512i BACK = _mm512_add_epi16(FRONT, _mm512_set1_epi16(16));
+#endif
     for (int d = 0; d < width; d += PANEL, to += panel) {
         int n = dim - d < PANEL ? dim - d : PANEL;
+#if defined(__AVX512BF16__)
+        if (n == PANEL && second) {
+            __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, FRONT, b));
+            _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(a, BACK, b));
+            continue;
+        }
+#endif
         for (int i = 0; i < n; i++) to[i] = unit_of(first[d + i], second ? second[d + i] : 0);
         for (int i = n; i < PANEL; i++) to[i] = 0;
     }
@@ -255,14 +270,15 @@ static inline Stretch stretch_of(const Attention &how, const Batch &batch, const
             last < task.last_chunk * CHUNK ? last : task.last_chunk * CHUNK - 1};
 }
 
-// What `rows` rows of one KV head see of a chunk, of which they look at `stretch`. Row r is query r / fold of the task.
-// `following`: what is looked at after this chunk's values.
+// What a task's rows see of a chunk, of which they look at `stretch`: tile by tile, as memory is read fastest so, and of
+// a tile head by head. Row r of one head's is query r / fold of the task. `following`: what is looked at after this
+// chunk's values.
 template <class T>
 static void attend_chunk(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
-                         Stretch stretch, int64_t kv_head, int rows, int fold,
-                         const typename TileMemory<T>::Row *queries, Next following, TileMemory<T> &memory, Seen seen,
-                         int width) {
+                         Stretch stretch, int fold, Next following, TileMemory<T> &memory, Seen seen, int width) {
     using Memory = TileMemory<T>;
+    int rows = task.rows_each(fold);
+    int64_t heads = task.last_head - task.first_head, parts = heads * (TILE / 8);
     int count = int(stretch.last + 1 - stretch.first);
     int64_t first_token = batch.first_tokens[task.sequence] + task.first_query;
     int64_t tree_start = batch.tree_start(task.sequence);
@@ -281,37 +297,41 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
         }
     };
     auto next_of = [&](int first, bool values) -> Next {
-        if (first + TILE < count) return {{stretch.table, stretch.first + first + TILE, stretch.last}, kv_head, values};
-        return values ? following : Next{stretch, kv_head, true};
+        Stretch later{stretch.table, stretch.first + first + TILE, stretch.last};
+        if (first + TILE < count) return {later, task.first_head, task.last_head, values};
+        return values ? following : Next{stretch, task.first_head, task.last_head, true};
     };
 
     for (int first = 0; first < count; first += TILE) {
         Next next = next_of(first, false);
-        for (int i = 0; i < TILE; i += 8) {
-            fetch8(pool, layer, next, i);
-            if (first + i < count)
-                turn8(key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head), pool.position_stride,
-                      pool.key_dim, memory.keys.data() + i);
-        }
-        auto place = [&](int column, int64_t slot) {
-            turn1(key_at(pool, layer, stretch.table, slot, kv_head), pool.key_dim, memory.keys.data() + column);
-        };
-        by_rows(first, place, [&](int begin, int end) {
-            RowBlocks blocks(end - begin);
-            for (int64_t b = 0; b < blocks.count; b++) {
-                int64_t row = begin + blocks.first(b);
-                multiply<Source::CACHE>(begin + blocks.first(b + 1) - row, queries + row * memory.query_stride,
-                                     memory.query_stride, reinterpret_cast<const T *>(memory.keys.data()),
-                                     num_units<T>(pool.key_dim),
-                                     memory.scores.data() + row * Memory::SCORE_STRIDE + first, Memory::SCORE_STRIDE);
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t kv_head = task.first_head + h, row_of_head = h * rows;
+            for (int i = 0; i < TILE; i += 8) {
+                fetch(pool, layer, next, h * (TILE / 8) + i / 8, parts);
+                if (first + i < count)
+                    turn8(key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head), pool.position_stride,
+                          pool.key_dim, memory.keys.data() + i);
             }
-        });
+            auto place = [&](int column, int64_t slot) {
+                turn1(key_at(pool, layer, stretch.table, slot, kv_head), pool.key_dim, memory.keys.data() + column);
+            };
+            by_rows(first, place, [&](int begin, int end) {
+                RowBlocks blocks(end - begin);
+                for (int64_t b = 0; b < blocks.count; b++) {
+                    int64_t row = row_of_head + begin + blocks.first(b), n = blocks.first(b + 1) - blocks.first(b);
+                    multiply<Source::CACHE>(n, memory.queries.data() + row * memory.query_stride, memory.query_stride,
+                                            reinterpret_cast<const T *>(memory.keys.data()), num_units<T>(pool.key_dim),
+                                            memory.scores.data() + row * Memory::SCORE_STRIDE + first,
+                                            Memory::SCORE_STRIDE);
+                }
+            });
+        }
     }
 
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows * heads; r++) {
         float *scores = memory.scores.data() + r * Memory::SCORE_STRIDE;
         auto *weights = memory.weights.data() + r * Memory::WEIGHT_STRIDE;
-        int64_t position = batch.position(task.sequence, first_token + r / fold);
+        int64_t position = batch.position(task.sequence, first_token + r % rows / fold);
         // Of the stretch, this row sees columns [from, to).
         int64_t to = position - stretch.first + 1, from = how.window ? to - how.window : 0;
         to = to > count ? count : to < 0 ? 0 : to;
@@ -336,39 +356,42 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
         seen.total[r] = sum(total);
     }
 
-    for (int i = 0; i < rows * width; i++) seen.values[i] = 0;
+    for (int i = 0; i < rows * heads * width; i++) seen.values[i] = 0;
     for (int first = 0; first < count; first += TILE) {
         Next next = next_of(first, true);
         int n = count - first < TILE ? count - first : TILE;
-        for (int i = 0; i < TILE; i += 8) {
-            fetch8(pool, layer, next, i);
-            if (i >= n) continue;
-            const T *value = key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head) + pool.value_offset;
-            for (int j = i; j < i + 8 && j < n; j += UNIT<T>, value += UNIT<T> * pool.position_stride)
-                take_values(value, j + 1 < n ? value + pool.position_stride : nullptr, pool.value_dim, width,
-                            memory.values.data() + j / UNIT<T> * PANEL, Memory::VALUE_PANEL);
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t kv_head = task.first_head + h, row_of_head = h * rows;
+            for (int i = 0; i < TILE; i += 8) {
+                fetch(pool, layer, next, h * (TILE / 8) + i / 8, parts);
+                if (i >= n) continue;
+                const T *value = key_at(pool, layer, stretch.table, stretch.first + first + i, kv_head) + pool.value_offset;
+                for (int j = i; j < i + 8 && j < n; j += UNIT<T>, value += UNIT<T> * pool.position_stride)
+                    take_values(value, j + 1 < n ? value + pool.position_stride : nullptr, pool.value_dim, width,
+                                memory.values.data() + j / UNIT<T> * PANEL, Memory::VALUE_PANEL);
+            }
+            auto place = [&](int column, int64_t slot) {
+                take_value(key_at(pool, layer, stretch.table, slot, kv_head) + pool.value_offset, pool.value_dim,
+                           column % UNIT<T>, memory.values.data() + column / UNIT<T> * PANEL, Memory::VALUE_PANEL);
+            };
+            by_rows(first, place, [&](int begin, int end) {
+                RowBlocks blocks(end - begin);
+                for (int64_t b = 0; b < blocks.count; b++)
+                    for (int w = 0; w < width; w += PANEL) {
+                        int64_t row = row_of_head + begin + blocks.first(b), num = blocks.first(b + 1) - blocks.first(b);
+                        alignas(64) float tile[MOST_ROWS * PANEL];
+                        multiply<Source::CACHE>(
+                            num, memory.weights.data() + row * Memory::WEIGHT_STRIDE + first, Memory::WEIGHT_STRIDE,
+                            reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),
+                            num_units<T>(n), tile, PANEL);
+                        for (int64_t r = 0; r < num; r++)
+                            for (int i = 0; i < PANEL; i += LANES) {
+                                float *place = seen.values + (row + r) * width + w + i;
+                                store(place, load(place) + load(tile + r * PANEL + i));
+                            }
+                    }
+            });
         }
-        auto place = [&](int column, int64_t slot) {
-            take_value(key_at(pool, layer, stretch.table, slot, kv_head) + pool.value_offset, pool.value_dim,
-                       column % UNIT<T>, memory.values.data() + column / UNIT<T> * PANEL, Memory::VALUE_PANEL);
-        };
-        by_rows(first, place, [&](int begin, int end) {
-            RowBlocks blocks(end - begin);
-            for (int64_t b = 0; b < blocks.count; b++)
-                for (int w = 0; w < width; w += PANEL) {
-                    int64_t row = begin + blocks.first(b), end_row = begin + blocks.first(b + 1);
-                    alignas(64) float tile[MOST_ROWS * PANEL];
-                    multiply<Source::CACHE>(
-                        end_row - row, memory.weights.data() + row * Memory::WEIGHT_STRIDE + first, Memory::WEIGHT_STRIDE,
-                        reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),
-                        num_units<T>(n), tile, PANEL);
-                    for (int64_t r = row; r < end_row; r++)
-                        for (int i = 0; i < PANEL; i += LANES) {
-                            float *place = seen.values + r * width + w + i;
-                            store(place, load(place) + load(tile + (r - row) * PANEL + i));
-                        }
-                }
-        });
     }
 }
 
@@ -376,20 +399,16 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
 template <class T>
 static void attend_chunks(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
                           Next following, int fold, TileMemory<T> &memory, Seen seen, int width) {
-    int rows = task.rows(fold), each = task.rows_each(fold);
+    int rows = task.rows(fold);
     Stretch whole = stretch_of(how, batch, task), stretch = whole;
     begin(seen, rows, width);
     for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; chunk++) {
         stretch.last = whole.last < (chunk + 1) * CHUNK ? whole.last : (chunk + 1) * CHUNK - 1;
         Seen fresh(memory.chunk.data(), rows);
-        for (int64_t h = task.first_head; h < task.last_head; h++) {
-            Next next = following;
-            if (h + 1 < task.last_head) next = {stretch, h + 1, false};
-            else if (chunk + 1 < task.last_chunk) next = {{whole.table, stretch.last + 1, whole.last}, task.first_head, false};
-            int64_t row = (h - task.first_head) * each;
-            attend_chunk(how, pool, layer, batch, task, stretch, h, each, fold,
-                         memory.queries.data() + row * memory.query_stride, next, memory, Seen(fresh, row, width), width);
-        }
+        Next next = following;
+        if (chunk + 1 < task.last_chunk)
+            next = {{whole.table, stretch.last + 1, whole.last}, task.first_head, task.last_head, false};
+        attend_chunk(how, pool, layer, batch, task, stretch, fold, next, memory, fresh, width);
         merge(seen, fresh, rows, width);
         stretch.first = stretch.last + 1;
     }
@@ -473,9 +492,11 @@ static void attend(Team &team, const Attention &how, const Pool &pool, int layer
     team.share(int64_t(plan.tasks.size()), [&](int64_t i, int64_t following) {
         const Task &task = plan.tasks[i];
         int rows = task.rows(fold), each = task.rows_each(fold);
-        Next next = {{nullptr, 0, -1}, 0, false};
-        if (following >= 0)
-            next = {stretch_of(how, batch, plan.tasks[following]), plan.tasks[following].first_head, false};
+        Next next = {{nullptr, 0, -1}, 0, 0, false};
+        if (following >= 0) {
+            const Task &later = plan.tasks[following];
+            next = {stretch_of(how, batch, later), later.first_head, later.last_head, false};
+        }
         int64_t first_token = batch.first_tokens[task.sequence] + task.first_query;
         auto token_of = [&](int row) { return first_token + row % each / fold; };
         auto head_of = [&](int row) { return (task.first_head + row / each) * fold + row % fold; };

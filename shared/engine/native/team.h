@@ -25,16 +25,20 @@ public:
     int64_t first_part(int64_t parts) const { return parts * thread / threads; }
 
     // Called by every thread of the team: `run(part, following)` for each of `parts`, by one of them. Each takes a run
-    // of neighbours in order, as memory is read fastest so, and then what is left of the others'. `following`: the part
-    // that this thread will take next, if nobody else does; -1 if there is none. Returns when all are done.
+    // of neighbours in order, as memory is read fastest so, several at a time while many are left, as an atomic count
+    // waits for what is still being read; and then what is left of the others'. `following`: the part that this thread
+    // will take next, if nobody else does; -1 if there is none. Returns when all are done.
     template <class Run> void share(int64_t parts, Run run) {
         spread();
         for (int64_t i = 0; i < threads; i++) {
-            int64_t whose = (thread + i) % threads, end = parts * (whose + 1) / threads;
+            int64_t whose = (thread + i) % threads, first = parts * whose / threads, end = parts * (whose + 1) / threads;
+            auto &count = taken[whose].count[turn];
             for (;;) {
-                int64_t part = parts * whose / threads + taken[whose].count[turn].fetch_add(1);
+                int64_t left = end - first - count.load(std::memory_order_relaxed);
+                int64_t several = i || left < 8 ? 1 : left / 4;
+                int64_t part = first + count.fetch_add(several), last = part + several < end ? part + several : end;
                 if (part >= end) break;
-                run(part, part + 1 < end ? part + 1 : -1);
+                for (; part < last; part++) run(part, part + 1 < end ? part + 1 : -1);
             }
         }
         // Nobody looks at it before the next time.
