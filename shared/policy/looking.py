@@ -27,9 +27,14 @@ class Looking:
         self._worth: float = _CREDIT if prior is None else max(prior._worth, _LEAST_CREDIT)
         self._num_skipped = 0
 
+    @property
+    def pays(self) -> bool:
+        """Whether close looks have paid of late."""
+        return self._worth > 0
+
     def closely(self) -> bool:
         """Whether the next step is to look for all."""
-        if self._worth > 0 or self._num_skipped == _STEPS_APART - 1:
+        if self.pays or self._num_skipped == _STEPS_APART - 1:
             self._num_skipped = 0
             return True
         self._num_skipped += 1

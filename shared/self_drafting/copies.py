@@ -12,6 +12,10 @@ from shared.drafting.copied_draft import CopiedDraft
 from shared.engine.sequence import Sequence
 from shared.policy.looking import Looking
 
+# Where close looks do not pay it is looked again, behind so many in a row that found nothing worth proposing, only when
+# so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself for long does so for longer.
+_BARREN_LOOKS = 4
+_TOKENS_APART = 8
 # Tokens that are taken in before a step, of all sequences: everybody waits for that, some 2 µs a token.
 _MOST_AT_ONCE = 4096
 
@@ -30,6 +34,13 @@ class Copies:
         self._gone: deque[tuple[Manuscript, list[int]]] = deque()
         # Whom this step looked closely for, and the seconds that took.
         self._looked: dict[Sequence, tuple[Looking, float]] = {}
+
+    def rests(self, sequence: Sequence) -> bool:
+        """Whether it is too early to look again for a sequence for which nothing is found."""
+        known = self._manuscripts.get(sequence)
+        if known is None or known[0].looking.pays or known[0].num_barren < _BARREN_LOOKS:
+            return False
+        return len(sequence.token_ids) - known[1] < _TOKENS_APART
 
     def draft(
         self,

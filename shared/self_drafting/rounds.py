@@ -177,12 +177,15 @@ class SelfDrafting:
         found: dict[Sequence, CopiedDraft] = {}
         try:
             self._copies.sweep(set(scheduler.sequences()))
-            if not wanting:
+            looked_for = [
+                each
+                for each in wanting
+                if _may_have(each, "suffix") and (is_fixed(each) or not self._copies.rests(each))
+            ]
+            if not looked_for:
                 return {}
             least = self._policy.least_likelihood(self._load)
-            for sequence in wanting:
-                if not _may_have(sequence, "suffix"):
-                    continue
+            for sequence in looked_for:
                 fixed = is_fixed(sequence)
                 num_steps, num_nodes = _shape(sequence, _MOST_NODES, room)
                 if num_steps <= 0:

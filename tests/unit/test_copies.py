@@ -98,3 +98,24 @@ def test_each_looks_at_its_own_cost() -> None:
 
     found.settle(worth)
     assert told == dict.fromkeys(several, 0.25)
+
+
+def test_where_nothing_is_found_and_looking_does_not_pay_it_is_looked_for_in_one_step_of_several() -> None:
+    rng, found = random.Random(3), Copies(MOST)
+    passage = [rng.randrange(1000, 2000) for _ in range(60)]
+    each = sequence([*passage, *range(100)])
+    looked = 0
+    for step in range(320):
+        each.token_ids.append(10_000 + step if step < 300 else passage[step - 300])
+        found.sweep({each})
+        if not found.rests(each):
+            looked += step < 300
+            draft = found.draft(each, 8, 8, 0.5, False, always=False)
+            if draft.likelihoods:
+                break
+        found.settle(lambda _, seconds: (0.0, 1.0))
+    # At first in each; and what begins to repeat itself is found, if some tokens later.
+    assert 300 / copies_module._TOKENS_APART <= looked <= 300 / copies_module._TOKENS_APART + 20
+    assert 300 < step <= 300 + 2 * copies_module._TOKENS_APART
+    known = each.token_ids[len(passage) + 100 + 300 :]
+    assert draft.proposal(4).token_ids == tuple(passage[len(known) : len(known) + 4])
