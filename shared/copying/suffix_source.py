@@ -16,8 +16,8 @@ _OWN_TEXT = 0
 _NOTHING = Copied()
 # Less than any match has turned out to be worth: not looked at more closely.
 _LEAST_DOUBTED = 0.2
-# While nothing is worth proposing, one look in so many is made at all that there is, to learn whether it would be.
-_LOOKS_APART = 32
+# While nothing is worth proposing all that there is is looked at in one step of so many, to learn whether it would be.
+_STEPS_APART = 32
 # Of matches, those that differ in what experience has of them.
 _LENGTHS = (2, 3, 4, 6, 9)
 
@@ -27,7 +27,7 @@ class Manuscript:
     """A sequence's committed tokens: `index` holds them as its one text; None where there is no room for them.
 
     `proposed` is what was copied for it last, until its outcome is known, whether it was verified or not; `looking`:
-    how closely that is worth to look for; `num_barren`: looks in a row that found nothing worth proposing.
+    how closely that is worth to look for; `num_barren`: steps in a row that found nothing worth proposing.
     """
 
     tenant: bytes
@@ -91,9 +91,10 @@ class SuffixSource:
         branching: bool = False,
         most_depth: int | None = None,
         closely: bool = True,
+        num_steps: int = 1,
     ) -> Copied:
         """What may follow; nothing where the text's end is new, or not `closely`, where what it has in common with what
-        is remembered is short. See `copy`.
+        is remembered is short. `num_steps`: this one and those before it that did not look. See `copy`.
 
         What such tokens are worth is learnt from all of it by what is committed next, and, so that nothing is held to
         be worthless for ever, now and then from what was not worth proposing.
@@ -114,8 +115,9 @@ class SuffixSource:
         if found.proposal:
             manuscript.num_barren, manuscript.proposed = 0, found
             return found
-        manuscript.num_barren += 1
-        if manuscript.num_barren % _LOOKS_APART == 0 and (least_likelihood > 0 or shortest > 0):
+        before, manuscript.num_barren = manuscript.num_barren, manuscript.num_barren + num_steps
+        is_due = before // _STEPS_APART != manuscript.num_barren // _STEPS_APART
+        if is_due and (least_likelihood > 0 or shortest > 0):
             manuscript.proposed = look(0.0, 0)
         return _NOTHING
 

@@ -32,12 +32,12 @@ class Looking:
         """Whether close looks have paid of late."""
         return self._worth > 0
 
-    def closely(self) -> bool:
-        """Whether the next step is to look for all."""
-        if self.pays or self._num_skipped == _STEPS_APART - 1:
+    def closely(self, num_steps: int = 1) -> bool:
+        """Whether the next step is to look for all; `num_steps`: with those before it that did not look at all."""
+        self._num_skipped += num_steps
+        if self.pays or self._num_skipped >= _STEPS_APART:
             self._num_skipped = 0
             return True
-        self._num_skipped += 1
         return False
 
     def observe(self, spared: float, spent: float) -> None:

@@ -12,9 +12,9 @@ from shared.drafting.copied_draft import CopiedDraft
 from shared.engine.sequence import Sequence
 from shared.policy.looking import Looking
 
-# Where close looks do not pay it is looked again, behind so many in a row that found nothing worth proposing, only when
-# so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself for long does so for longer.
-_BARREN_LOOKS = 4
+# Where close looks do not pay it is looked again, behind so many steps in a row that found nothing worth proposing, only
+# when so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself does so for longer.
+_BARREN_STEPS = 4
 _TOKENS_APART = 8
 # Tokens that are taken in before a step, of all sequences: everybody waits for that, some 2 µs a token.
 _MOST_AT_ONCE = 4096
@@ -38,9 +38,7 @@ class Copies:
     def rests(self, sequence: Sequence) -> bool:
         """Whether it is too early to look again for a sequence for which nothing is found."""
         known = self._manuscripts.get(sequence)
-        if known is None or known[0].looking.pays or known[0].num_barren < _BARREN_LOOKS:
-            return False
-        return len(sequence.token_ids) - known[1] < _TOKENS_APART
+        return known is not None and _may_rest(known[0]) and len(sequence.token_ids) - known[1] < _TOKENS_APART
 
     def draft(
         self,
@@ -55,21 +53,25 @@ class Copies:
         is looked for as closely as that pays."""
         tokens = sequence.token_ids
         known = self._manuscripts.get(sequence)
-        num_before = 0 if known is None else known[1]
+        num_before, num_steps = 0 if known is None else known[1], 1
         num_known = min(len(tokens), num_before + self._num_left)
         self._num_left -= num_known - num_before
         if known is None:
             manuscript = self._source.begin(tokens[:num_known], sequence.num_prompt_tokens, sequence.root_hash)
         else:
             manuscript = known[0]
+            if _may_rest(manuscript):
+                num_steps = max(1, num_known - num_before)
             if num_known > num_before:
                 self._source.commit(manuscript, tokens[num_before:num_known])
         self._manuscripts[sequence] = manuscript, num_known
         copied = Copied()
         if num_known == len(tokens):
-            closely = always or manuscript.looking.closely()
+            closely = always or manuscript.looking.closely(num_steps)
             began = self._clock()
-            copied = self._source.propose(manuscript, most_tokens, least_likelihood, branching, most_depth, closely)
+            copied = self._source.propose(
+                manuscript, most_tokens, least_likelihood, branching, most_depth, closely, num_steps
+            )
             if closely:
                 self._looked[sequence] = manuscript.looking, self._clock() - began
         return CopiedDraft(copied)
@@ -94,3 +96,7 @@ class Copies:
             self._num_left -= len(rest) + len(manuscript.token_ids) - manuscript.num_prompt_tokens
             self._source.end(manuscript)
         self._num_left = max(0, self._num_left)
+
+
+def _may_rest(manuscript: Manuscript) -> bool:
+    return not manuscript.looking.pays and manuscript.num_barren >= _BARREN_STEPS

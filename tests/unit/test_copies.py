@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from shared.copying.suffix_source import SuffixSource
 from shared.engine.sequence import Sequence
 from shared.sampling.params import SamplingParams
@@ -119,3 +121,24 @@ def test_where_nothing_is_found_and_looking_does_not_pay_it_is_looked_for_in_one
     assert 300 < step <= 300 + 2 * copies_module._TOKENS_APART
     known = each.token_ids[len(passage) + 100 + 300 :]
     assert draft.proposal(4).token_ids == tuple(passage[len(known) : len(known) + 4])
+
+
+@pytest.mark.parametrize("num_before", range(600, 840, 48))
+def test_what_is_found_by_short_matches_alone_is_found_as_soon_where_it_is_looked_for_in_one_step_of_several(
+    num_before: int,
+) -> None:
+    def num_steps_to_find(rests: bool) -> int:
+        found, each = Copies(MOST), sequence(list(range(100)))
+        for step in range(num_before + 500):
+            # Five tokens that come again and again, and one between them that never does.
+            place = step - num_before
+            each.token_ids.append(200 + place % 6 if place >= 0 and place % 6 < 5 else 10_000 + step)
+            found.sweep({each})
+            if not (rests and found.rests(each)):
+                draft = found.draft(each, 8, 8, 0.5, False, always=False)
+                if draft.likelihoods:
+                    return place
+            found.settle(lambda _, seconds: (0.0, 1.0))
+        raise AssertionError("nothing was found")
+
+    assert num_steps_to_find(True) <= num_steps_to_find(False) + 4 * copies_module._TOKENS_APART
