@@ -12,8 +12,8 @@ from shared.drafting.copied_draft import CopiedDraft
 from shared.engine.sequence import Sequence
 from shared.policy.looking import Looking
 
-# Where close looks do not pay it is looked again, behind so many steps in a row that found nothing worth proposing, only
-# when so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself does so for longer.
+# Where close looks do not pay it is looked again, behind so many steps in a row that found nothing worth proposing,
+# only when so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself does so for longer.
 _BARREN_STEPS = 4
 _TOKENS_APART = 8
 # Tokens that are taken in before a step, of all sequences: everybody waits for that, some 2 µs a token.
