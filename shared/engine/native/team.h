@@ -25,8 +25,8 @@ public:
     int64_t first_part(int64_t parts) const { return parts * thread / threads; }
 
     // Called by every thread of the team: `run(part, following)` for each of `parts`, by one of them. Each takes a run
-    // of neighbours in order, as memory is read fastest so, several at a time while many are left, as an atomic count
-    // waits for what is still being read; and then what is left of the others'. `following`: the part that this thread
+    // of neighbours in order, as memory is read fastest so, a quarter of what is left of it at a time, as an atomic count
+    // waits for what is still being read; and then what is left of the others', one by one. `following`: the part that this thread
     // will take next, if nobody else does; -1 if there is none. Returns when all are done.
     template <class Run> void share(int64_t parts, Run run) {
         spread();
@@ -35,7 +35,7 @@ public:
             auto &count = taken[whose].count[turn];
             for (;;) {
                 int64_t left = end - first - count.load(std::memory_order_relaxed);
-                int64_t several = i || left < 8 ? 1 : left / 4;
+                int64_t several = i || left < 4 ? 1 : left / 4;
                 int64_t part = first + count.fetch_add(several), last = part + several < end ? part + several : end;
                 if (part >= end) break;
                 for (; part < last; part++) run(part, part + 1 < end ? part + 1 : -1);
