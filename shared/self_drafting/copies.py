@@ -53,9 +53,10 @@ class Copies:
         is looked for as closely as that pays."""
         tokens = sequence.token_ids
         known = self._manuscripts.get(sequence)
-        num_before, num_steps = 0 if known is None else known[1], 1
+        num_before = 0 if known is None else known[1]
         num_known = min(len(tokens), num_before + self._num_left)
         self._num_left -= num_known - num_before
+        num_steps = 1
         if known is None:
             manuscript = self._source.begin(tokens[:num_known], sequence.num_prompt_tokens, sequence.root_hash)
         else:
