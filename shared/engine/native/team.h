@@ -26,8 +26,8 @@ public:
 
     // Called by every thread of the team: `run(part, following)` for each of `parts`, by one of them. Each takes a run
     // of neighbours in order, as memory is read fastest so, a quarter of what is left of it at a time, as an atomic count
-    // waits for what is still being read; and then what is left of the others', one by one. `following`: the part that this thread
-    // will take next, if nobody else does; -1 if there is none. Returns when all are done.
+    // waits for what is still being read; and then what is left of the others', one by one. `following`: the part that
+    // this thread will take next, if nobody else does; -1 if there is none. Returns when all are done.
     template <class Run> void share(int64_t parts, Run run) {
         spread();
         for (int64_t i = 0; i < threads; i++) {
