@@ -143,3 +143,22 @@ async def test_what_a_write_raises_passes(error: Exception) -> None:
     queue.put(chunk(0))
     with pytest.raises(type(error), match=str(error)):
         await queue.write_to(write)
+
+
+async def test_what_is_sent_to_workers_behind_a_chunk_is_written_before_it() -> None:
+    queue, sent, written = ChunkQueue(), asyncio.Event(), []
+
+    async def worker() -> None:
+        await sent.wait()
+        written.append("worker")
+
+    async def client(_: inference_pb2.GenerateResponse) -> None:
+        written.append("client")
+
+    tasks = [asyncio.create_task(worker()), asyncio.create_task(queue.write_to(client))]
+    await asyncio.sleep(0)
+    queue.put(chunk(0))
+    sent.set()
+    queue.end()
+    await asyncio.gather(*tasks)
+    assert written == ["worker", "client"]

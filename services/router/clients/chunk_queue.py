@@ -97,6 +97,8 @@ class ChunkQueue:
             else:
                 self._changed.clear()
                 await self._changed.wait()
+                # What a worker is to do next is written first: it waits for that, and a client would not notice.
+                await asyncio.sleep(0)
 
     def _look(self) -> None:
         """Ends a write that has taken too long, and looks again when the one under way will have, or the next might."""
