@@ -41,6 +41,11 @@ def nearest_power(load: int) -> int:
     return round(math.log2(max(1, load)))
 
 
+def forgotten(num_recent: float, weight: float) -> float:
+    """What is left of so many measurements behind another one, of something else, with that weight."""
+    return num_recent * (1 - weight / _MEMORY_ROUNDS)
+
+
 @dataclass(slots=True)
 class _Estimate:
     """A value, of how many measurements, and how many of them still say how things are now."""
@@ -178,7 +183,7 @@ class Overhead:
     def _forget_others(self, bucket: int, what: Hashable, weight: float) -> None:
         for (its_bucket, its_what), own in self._own.items():
             if its_bucket == bucket and its_what != what:
-                own.num_recent *= 1 - weight / _MEMORY_ROUNDS
+                own.num_recent = forgotten(own.num_recent, weight)
 
     def _error(self, load: int, what: Hashable, measured: Sequence[tuple[float, float]]) -> float:
         return median(math.log(seconds / expected) for expected, seconds in measured) - self._logarithm(load, what)

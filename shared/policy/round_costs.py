@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from shared.policy.overhead import Overhead, nearest_power
+from shared.policy.overhead import Overhead, forgotten, nearest_power
 from shared.policy.plain_steps import PlainSteps
-from shared.policy.shape import Shape
+from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
 from shared.policy.trials import Trials
 
@@ -14,7 +14,8 @@ from shared.policy.trials import Trials
 # ones are taken to be free of what larger ones were found to take beyond their model, too, but not to take less than
 # their share of those. And the next smaller one that was not tried for long, ever more of it, but slowly: what the one
 # in use takes may have been learnt while the machine was faster, and nothing else tells the two apart. Of trees as deep
-# also the larger ones, up to so many times its tokens: they may have met a bad moment.
+# also the larger ones, up to so many times its tokens: they may have met a bad moment. And beside chains any tree, as
+# long as no other was: what their rows take may have been measured in one.
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
@@ -46,7 +47,9 @@ class RoundCosts:
         self.draft = draft
         self.plain = PlainSteps(target)
         self._overhead = Overhead()
-        # By power of two of the load, as the overheads.
+        # How many rounds of trees still say how things are; to begin with what was measured counts as one. This, and
+        # trials, by power of two of the load, as the overheads.
+        self._recent_trees: dict[int, float] = {}
         self._trials: dict[int, Trials] = {}
 
     def catch_up_seconds(self, num_unseen: int) -> float:
@@ -95,6 +98,8 @@ class RoundCosts:
         elif shape.is_tree and used.is_tree and gamma == of_used and shape.num_verified > used.num_verified:
             again = _CURIOSITY_AGAIN if shape.num_verified < _MUCH_LARGER * used.num_verified else 0.0
         count, num_recent = self._overhead.count(load, shape), self._overhead.num_recent(load, shape)
+        if shape.is_tree and used != PLAIN and not used.is_tree:
+            again, num_recent = _CURIOSITY_AGAIN, self._recent_trees.get(nearest_power(load), 1.0)
         if 0 < num_recent < 1:  # its logarithm: how long ago
             again *= 1 + _CURIOSITY_GROWS * math.log(1 - math.log(num_recent) / 2)
         return (1 + credit / (1 + count)) * (1 + again / (1 + num_recent))
@@ -111,6 +116,8 @@ class RoundCosts:
 
         Returns whether rounds turn out to take something quite different, or what was to be found out is.
         """
+        recent = self._recent_trees.get(nearest_power(load), 1.0)
+        self._recent_trees[nearest_power(load)] = recent + weight if shape.is_tree else forgotten(recent, weight)
         before = self.expected(load, shape)
         expected = before + self.catch_up_seconds(num_unseen)
         change = self._overhead.observe(load, shape, expected, seconds, weight)

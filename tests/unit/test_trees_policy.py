@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -178,26 +179,63 @@ def test_the_policy_drafts_trees_where_they_bring_more(streams: int, misses: flo
         assert chosen > 1.05 * chains
 
 
-def test_a_larger_tree_that_met_a_bad_moment_is_tried_again() -> None:
+def rounds_of(
+    target: StepCosts, num_rounds: int, seconds: Callable[[Shape], float], rate: float, exponent: float
+) -> list[Shape]:
+    """Shapes that one sequence is given, with up to 3 tokens in a line: plain steps take 10 ms, rounds these seconds, a
+    chain holds the next token with the chance `rate`, and trees miss it the less the more they branch."""
     now = [0.0]
-    controller = GammaController(FLAT, StepCosts([(1, 0.001), (512, 0.001)]), 3, lambda: now[0], max_num_nodes=11)
+    controller = GammaController(target, StepCosts([(1, 0.001), (512, 0.001)]), 3, lambda: now[0], max_num_nodes=11)
     sequence, dice, shapes = Drafting(controller.acceptance, coupled=True), random.Random(4), list[Shape]()
-    for _ in range(3000):
+    for _ in range(num_rounds):
         shape = Shape(controller.choose(sequence, Situation(1, 0, 0, 1, 64, 1000)), sequence.num_nodes)
-        bad = shape.num_nodes == 11 and sum(each.num_nodes == 11 for each in shapes) < 8
-        took = 0.012 + shape.num_draft_tokens * 0.001 + 0.004 * bad
-        now[0] += took
         if shape == PLAIN:
+            now[0] += 0.010
             controller.observe_plain(1, 0.010, now[0])
         else:
-            controller.observe_round(1, shape, 1, took)
-        hit = 1 - 0.4 / max(shape.branching, 1.0) if shape != PLAIN else 0.0
+            now[0] += seconds(shape)
+            controller.observe_round(1, shape, 1, seconds(shape))
+        hit = 1 - (1 - rate) * max(shape.branching, 1.0) ** -exponent if shape != PLAIN else 0.0
         drawn = [dice.random() < hit for _ in range(shape.num_draft_tokens)]
         num_accepted = (*drawn, False).index(False)
         if shape.is_tree:
-            controller.trees.observe(0.6, shape, num_accepted)
+            controller.trees.observe(rate, shape, num_accepted)
         elif shape != PLAIN:
             sequence.acceptance.observe(shape.num_draft_tokens, num_accepted)
         shapes.append(shape)
-    late = shapes[1500:]
+    return shapes
+
+
+def test_a_larger_tree_that_met_a_bad_moment_is_tried_again() -> None:
+    num_larger = 0
+
+    def seconds(shape: Shape) -> float:
+        nonlocal num_larger
+        num_larger += shape.num_nodes == 11
+        bad = shape.num_nodes == 11 and num_larger <= 16  # asked for twice each
+        return 0.012 + shape.num_draft_tokens * 0.001 + 0.004 * bad
+
+    late = rounds_of(FLAT, 3000, seconds, 0.6, 1.0)[1500:]
     assert sum(each.num_nodes == 11 for each in late) > 0.8 * len(late)
+
+
+# As if everything had taken a third longer just when those sizes were measured.
+DISTURBED = StepCosts([(1, 0.010), (4, 0.0105), (6, 0.0145), (12, 0.0148), (24, 0.030), (512, 0.6)])
+
+
+def test_trees_whose_rows_were_measured_in_a_bad_moment_are_tried_beside_chains() -> None:
+    def seconds(shape: Shape) -> float:
+        return FLAT.seconds(shape.num_verified + 1) + shape.num_draft_tokens * 0.001
+
+    shapes = rounds_of(DISTURBED, 3000, seconds, 0.8, 0.63)
+    assert not any(each.is_tree for each in shapes[:10]), "they seem to be dear"
+    late = shapes[1500:]
+    assert sum(each.is_tree for each in late) > 0.9 * len(late)
+
+
+def test_trees_that_are_dear_are_rarely_tried_beside_chains() -> None:
+    def seconds(shape: Shape) -> float:
+        return DISTURBED.seconds(shape.num_verified + 1) + shape.num_draft_tokens * 0.001
+
+    shapes = rounds_of(DISTURBED, 6000, seconds, 0.8, 0.63)
+    assert sum(each.is_tree for each in shapes) < 0.05 * len(shapes)
