@@ -75,7 +75,7 @@ template <class Finish>
 static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, const Matrix *next, Finish finish) {
     if (num_rows == 0) return;
     RowBlocks blocks(num_rows);
-    bool once = num_rows <= MOST_ROWS_OF_ONE_READING;
+    bool few = num_rows <= FEW_ROWS;
     int64_t panel_bytes = matrix.panel_bytes(), unit_bytes = panel_bytes / num_units<bf16>(matrix.in);
     // Of how many blocks of rows each asks for its share of the next panel, where the cache has room for two.
     int64_t shares = panel_bytes <= MOST_BYTES_AHEAD ? blocks.count : 1;
@@ -89,7 +89,7 @@ static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_
             auto multiply_by = [&](auto *panel) {
                 const Input *block = inputs.row(first);
                 Ahead later{whole + ahead + (shares > 1 ? b * panel_bytes / shares : 0), step};
-                if (once) multiply_panel<Source::MEMORY_ONCE>(matrix, p, rows, block, inputs.stride, panel, tile, later);
+                if (few) multiply_panel<Source::MEMORY_OF_FEW>(matrix, p, rows, block, inputs.stride, panel, tile, later);
                 else if (shares == 1 || following >= 0)
                     multiply_panel<Source::MEMORY>(matrix, p, rows, block, inputs.stride, panel, tile, later);
                 else multiply_panel<Source::CACHE>(matrix, p, rows, block, inputs.stride, panel, tile, later);

@@ -7,14 +7,14 @@
 // Outputs of a panel.
 constexpr int PANEL = 32;
 
-// Rows computed at once: as many as leave no accumulator outside a register.
+// Rows computed at once: as many as leave no accumulator outside a register. And those that count as few: of them a
+// panel is read once from one end to the other, and takes no longer than memory.
 #if defined(__AVX512BF16__)
 constexpr int MOST_ROWS = 12;
-// Up to so many, a panel is read once from one end to the other; with more, in two halves.
-constexpr int MOST_ROWS_OF_ONE_READING = 12;
+constexpr int FEW_ROWS = 6;
 #else
 constexpr int MOST_ROWS = 6;
-constexpr int MOST_ROWS_OF_ONE_READING = 3;
+constexpr int FEW_ROWS = 3;
 #endif
 
 // What panels in bf16 are multiplied by: AVX-512 multiplies pairs of bf16, AVX2 only floats.
@@ -52,12 +52,13 @@ struct RowBlocks {
     int64_t first(int64_t block) const { return block * rows / count; }
 };
 
-// Where weights come from. Memory is asked for ahead: for the second cache, as inputs fill the first; or, where each is
-// needed only once, past it and the third, which are left to what the processes around a step need for it.
-enum class Source { CACHE, MEMORY, MEMORY_ONCE };
+// Where weights come from. Memory is asked for ahead: for the second cache, which has more reads under way than the
+// first, and from there again for the first; or, of few rows, at once for the first, and past the others where the CPU
+// can, as they are left to what the processes around a step need for it.
+enum class Source { CACHE, MEMORY, MEMORY_OF_FEW };
 
-// So many bytes ahead, where a panel is read once.
-constexpr int AHEAD = 8192;
+// So many bytes ahead, where a panel is read once: from memory, from the second cache, and from memory of few rows.
+constexpr int AHEAD = 8192, NEAR = 2048, AHEAD_OF_FEW = 4096;
 
 // What is asked for while a panel from MEMORY is multiplied: from `at` on, `step` bytes with each unit. A panel that
 // several blocks of rows go through is read from memory by the first and from the cache by the others; asked for while
@@ -71,10 +72,13 @@ struct Ahead {
 
 template <Source FROM, class Weight> ALWAYS_INLINE void fetch(const Weight *unit, const char *ahead) {
     constexpr int BYTES = PANEL * UNIT<Weight> * sizeof(Weight);
-    const char *once = reinterpret_cast<const char *>(unit) + AHEAD;
+    const char *here = reinterpret_cast<const char *>(unit);
     for (int line = 0; line < BYTES; line += 64) {
-        if constexpr (FROM == Source::MEMORY) _mm_prefetch(ahead + line, _MM_HINT_T1);
-        if constexpr (FROM == Source::MEMORY_ONCE) _mm_prefetch(once + line, _MM_HINT_NTA);
+        if constexpr (FROM == Source::MEMORY) {
+            _mm_prefetch(ahead + line, _MM_HINT_T1);
+            _mm_prefetch(here + NEAR + line, _MM_HINT_T0);
+        }
+        if constexpr (FROM == Source::MEMORY_OF_FEW) _mm_prefetch(here + AHEAD_OF_FEW + line, _MM_HINT_NTA);
     }
 }
 
