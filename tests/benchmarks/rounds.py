@@ -1,7 +1,7 @@
 """`make bench-rounds`: where the time of a round goes, from the spans of the three processes.
 
-One stream with a fixed γ in turns with plain decoding, every request traced. Of the steps, drafting is what the worker
-measured at warm-up; verifying is a plain step of this run, and what γ more tokens add to it by the measurement at
+One stream with a fixed γ in turns with γ = 1 and plain decoding, every request traced. A draft step is what each token
+behind the first adds; verifying is a plain step of this run, and what γ more tokens add to it by the measurement at
 warm-up. What is left is what a round takes for being one over a network, and tracing.
 
 python -m tests.benchmarks.rounds --pair synthetic --gamma 4
@@ -50,6 +50,14 @@ class Part:
     steps: float = 0.0
 
 
+def drafting_seconds(spans: Iterable[ReceivedSpan], gamma: int) -> float:
+    """Median over the proposals of γ draft tokens. Raises BenchmarkError if there were none."""
+    drafts = [each for each in spans if each.name == "draft" and each.attributes.get(NUM_DRAFT_TOKENS) == gamma]
+    if not drafts:
+        raise BenchmarkError(f"no proposal of {gamma} draft tokens was traced")
+    return median(draft.end_ns - draft.start_ns for draft in drafts) / 1e9
+
+
 def parts_of(spans: Iterable[ReceivedSpan], gamma: int, draft_step: float, verify_step: float) -> list[Part]:
     """Medians over the rounds of γ draft tokens that another one followed, in seconds.
 
@@ -91,23 +99,25 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
         settings = StackSettings(
             target=str(pair.target), draft=str(pair.draft), port=0, dtype="bfloat16", environment=environment
         )
-        mode = Mode(True, Shape(gamma))
+        modes = Mode(True, Shape(gamma)), Mode(True, Shape(1))
         async with Stack(settings) as stack, inference(stack) as stub:
             for _ in range(_WARM_UPS):
-                await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
+                await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, modes[0])
             before = len(receiver.named("round"))
             plain_steps = []
             for _ in range(num_requests):
-                await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
+                for mode in modes:
+                    await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
                 plain = await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, OFF)
                 plain_steps.append((plain.seconds - plain.ttft_seconds[0]) / (_NUM_TOKENS - 1))
-            draft, target = await _costs(stack, "draft"), await _costs(stack, "target-0")
+            target = await _costs(stack)
             check_undisturbed(stack)
         await asyncio.to_thread(receiver.wait_for, lambda _: _complete(receiver), _EXPORT_SECONDS)
     rounds = {span.span_id for span in receiver.named("round")[before:]}
     spans = [span for span in receiver.spans if span.name != "round" or span.span_id in rounds]
     verify_step = median(plain_steps) + target.seconds(gamma + 1) - target.seconds(1)
-    return parts_of(spans, gamma, draft.seconds(1), verify_step)
+    draft_step = (drafting_seconds(spans, gamma) - drafting_seconds(spans, 1)) / (gamma - 1)
+    return parts_of(spans, gamma, draft_step, verify_step)
 
 
 def _complete(receiver: OtlpReceiver) -> bool:
@@ -116,8 +126,9 @@ def _complete(receiver: OtlpReceiver) -> bool:
     return bool(rounds) and rounds <= {span.parent_id for span in receiver.named("verify")}
 
 
-async def _costs(stack: Stack, name: str) -> StepCosts:
-    info = await worker_info(stack, name)
+async def _costs(stack: Stack) -> StepCosts:
+    """The target worker's."""
+    info = await worker_info(stack, "target-0")
     return StepCosts([(cost.num_tokens, cost.seconds) for cost in info.step_costs])
 
 
@@ -143,9 +154,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pair", choices=PAIR_NAMES, default="synthetic", help="Which models; default synthetic.")
-    parser.add_argument("--gamma", type=int, default=4, help="Draft tokens of every round; default 4.")
+    parser.add_argument("--gamma", type=int, default=4, help="Draft tokens of every round, at least 2; default 4.")
     parser.add_argument("--requests", type=int, default=10, help="How many, one after another; default 10.")
     options = parser.parse_args()
+    if options.gamma < 2:
+        parser.error(f"--gamma is {options.gamma}: what a draft step takes is seen from 2 on")
     try:
         parts = asyncio.run(_measure(load_pair(options.pair), options.gamma, options.requests))
     except (BenchmarkError, StartupError) as error:

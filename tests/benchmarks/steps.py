@@ -35,7 +35,7 @@ from tests.benchmarks.machine import this_machine
 from tests.benchmarks.model_pair import PAIR_NAMES, load_pair
 
 _BLOCK_SIZE = 16
-# So many times what caches hold that nobody is told how fast they are: of four times as much a tenth was read from them.
+# So many times what caches hold that they do not show: of four times as much a tenth came from them.
 _STREAMED_BYTES = 1 << 29
 # A product large enough for its arithmetic to be all that it takes.
 _PRODUCT = (512, 2048, 2048)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.rounds import Part, parts_of
+from tests.benchmarks.rounds import Part, drafting_seconds, parts_of
 from tests.support.otlp import ReceivedSpan
 
 MS = 1_000_000
@@ -24,7 +24,7 @@ def a_round(
     """10 ms and another until the next: 1 to the drafter, 3 there, 2 on the way, 3.5 of verifying, 0.5 back."""
     name = f"{request}-{number}"
     return [
-        span("draft", f"d-{name}", name, begin + 1, begin + 4 + slower),
+        span("draft", f"d-{name}", name, begin + 1, begin + 4 + slower, gamma),
         span("verify", f"v-{name}", name, begin + 6 + slower, begin + 9.5 + slower),
         span("round", name, request, begin, begin + 10 + slower, gamma),
     ]
@@ -54,3 +54,11 @@ def test_a_round_without_its_drafts_does_not_count() -> None:
     with pytest.raises(BenchmarkError, match="no round of 4"):
         parts_of(a_round(0, 0.0), 4, 0.0005, 0.003)
     assert Part("drafting", 0.003, 0.002) in parts_of(whole, 4, 0.0005, 0.003)
+
+
+def test_what_drafting_takes_is_told_apart_by_the_number_of_tokens() -> None:
+    spans = [*a_round(0, 0.0, 0.2), *a_round(1, 11.0, 0.4), *a_round(2, 22.0, 9.0), *a_round(3, 50.0, 5.0, gamma=1)]
+    assert drafting_seconds(spans, 4) == pytest.approx(0.0034)
+    assert drafting_seconds(spans, 1) == pytest.approx(0.008)
+    with pytest.raises(BenchmarkError, match="no proposal of 2"):
+        drafting_seconds(spans, 2)
