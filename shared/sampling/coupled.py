@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ _SHIFTS = (30, 27, 31)
 _CPU_CHUNK = 1 << 16
 _CHUNK = 1 << 24
 
+NoiseMaker = Callable[[NDArray[np.uint64], int], Tensor]
+"""Noise [R, V] float32 of R keys, for V tokens."""
+
 
 def gumbel_noise(
     seeds: Sequence[int],
@@ -40,7 +43,7 @@ def gumbel_noise(
     """
     keys = [_key(*which) for which in zip(seeds, sequence_indices, positions, strict=True)]
     if device.type == "cpu":
-        return _noise_by_numpy(np.array(keys, dtype=np.uint64), vocab_size)
+        return _noise_on_cpu(np.array(keys, dtype=np.uint64), vocab_size)
     return noise_of(torch.tensor(list(map(_signed, keys)), dtype=torch.int64, device=device), vocab_size)
 
 
@@ -52,7 +55,7 @@ def noise_key(seed: int, sequence_index: int, position: int) -> int:
 def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
     """`gumbel_noise` of rows with these `noise_key`s [R] int64, on their device."""
     if keys.device.type == "cpu":
-        return _noise_by_numpy(keys.numpy().view(np.uint64), vocab_size)
+        return _noise_on_cpu(keys.numpy().view(np.uint64), vocab_size)
     noise = torch.empty(len(keys), vocab_size, device=keys.device)
     num_rows = max(1, _CHUNK // vocab_size)
     for first in range(0, len(keys), num_rows):
@@ -60,12 +63,21 @@ def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
     return noise
 
 
-def _noise_by_numpy(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
+def make_noise_by(maker: NoiseMaker) -> None:
+    """From now on noise on the CPU is made by that."""
+    global _noise_on_cpu
+    _noise_on_cpu = maker
+
+
+def noise_by_numpy(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
     noise = torch.empty(len(keys), vocab_size)
     num_rows = max(1, _CPU_CHUNK // vocab_size)
     for first in range(0, len(keys), num_rows):
         noise[first : first + num_rows] = _gumbel(_numpy_bits(keys[first : first + num_rows], vocab_size))
     return noise
+
+
+_noise_on_cpu: NoiseMaker = noise_by_numpy
 
 
 def _gumbel(bits: Tensor) -> Tensor:

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "decoder.h"
+#include "noise.h"
 
 extern "C" {
 
@@ -44,6 +45,12 @@ void outrider_pack_quantised(const int8_t *from, int64_t rows, int64_t in, int64
             else panel[k / 2 * bytes + at / 2] |= (from[r * in + k] & 15) << at % 2 * 4;
         }
     }
+}
+
+// Gumbel noise of so many tokens for each of these keys: out [rows, num].
+void outrider_gumbel(const uint64_t *keys, int64_t rows, int64_t num, float *out, int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    gumbel(keys, rows, num, out);
 }
 
 // x [rows, in] to out [rows, out], both in bf16.

@@ -136,6 +136,8 @@ class Library:
             self.pack_quantised.restype = None
             self.linear = library.outrider_linear
             self.linear.argtypes, self.linear.restype = [c_void_p, c_void_p, c_int64, c_void_p, c_int], None
+            self.gumbel = library.outrider_gumbel
+            self.gumbel.argtypes, self.gumbel.restype = [c_void_p, c_int64, c_int64, c_void_p, c_int], None
             self.attend = library.outrider_attend
             self.attend.argtypes = [c_void_p, c_void_p, c_int, *[c_void_p] * 5, c_int]
             self.attend.restype = None
