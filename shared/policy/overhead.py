@@ -28,6 +28,7 @@ _NUM_KNOWN = 3.0
 # While others are made, what was learnt of a shape counts e times less after so many rounds: the machine may have been
 # slower or faster then, and what of it is its own is not told apart for ever. Tried again, it learns fast.
 _MEMORY_ROUNDS = 16.0
+_LEAST_RECENT = 1e-300
 # How much a measurement on purpose counts; one with a large error counts wholly.
 _CORRECTION = 0.5
 
@@ -42,8 +43,9 @@ def nearest_power(load: int) -> int:
 
 
 def forgotten(num_recent: float, weight: float) -> float:
-    """What is left of so many measurements behind another one, of something else, with that weight."""
-    return num_recent * (1 - weight / _MEMORY_ROUNDS)
+    """What is left of so many measurements behind another one, of something else, with that weight; never nothing, as
+    its logarithm says how long ago they were."""
+    return max(num_recent * (1 - weight / _MEMORY_ROUNDS), min(num_recent, _LEAST_RECENT))
 
 
 @dataclass(slots=True)

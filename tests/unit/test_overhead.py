@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from shared.policy import overhead
-from shared.policy.overhead import Overhead
+from shared.policy.overhead import Overhead, forgotten
 
 EXPECTED = 0.02
 
@@ -217,3 +217,11 @@ def test_the_first_measurements_of_a_gamma_beside_known_ones_say_what_is_its_own
         found.observe(8, 4, EXPECTED, 1.15 * EXPECTED, 1.0)
     assert 1 + found.share(8, 4) == pytest.approx(1.15, rel=0.03)
     assert found.share(8, 2) == pytest.approx(0.0, abs=0.02)
+
+
+def test_what_was_measured_long_ago_is_never_as_if_it_had_not_been() -> None:
+    recent = 1.0
+    for _ in range(50_000):
+        recent = forgotten(recent, 1.0)
+    assert 0 < recent < 1e-200
+    assert forgotten(0.0, 1.0) == 0, "what never was stays so"
