@@ -70,6 +70,7 @@ def make_noise_by(maker: NoiseMaker) -> None:
 
 
 def noise_by_numpy(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
+    """A `NoiseMaker` for any CPU."""
     noise = torch.empty(len(keys), vocab_size)
     num_rows = max(1, _CPU_CHUNK // vocab_size)
     for first in range(0, len(keys), num_rows):
