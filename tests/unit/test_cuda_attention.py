@@ -19,7 +19,7 @@ from tests.support.trees import random_parents
 from tests.unit.test_attention import BLOCK_SIZE, FEATURES, SCALE, Case, dense_attention, make_case
 from tests.unit.test_trees import line_attention
 
-from shared.engine.cuda import work  # isort: skip
+from shared.engine.cuda import step, work  # isort: skip
 from shared.engine.cuda.step import CudaStep  # isort: skip
 
 # (context, new tokens): decodes, verifications and chunks of prompts, one context far longer.
@@ -112,7 +112,22 @@ def test_heads_of_any_size_and_number(num_heads: int, shape: KVShape, dtype: tor
 def test_half_precision_is_as_near_as_it_may_be() -> None:
     how = LayerAttention(4, 0.125, None, None)
     for dtype in (torch.float16, torch.bfloat16):
-        check_attention(interpreted(), KVShape(1, 2, 64, 64), [how], 16, dtype, 300)
+        check_attention(interpreted(), KVShape(1, 2, 64, 64), [how], 16, dtype, 150)
+
+
+def test_each_kernel_that_a_step_may_take_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled before anybody waits: of every number of rows, with trees and without."""
+    seen = set()
+
+    def noted(num_rows: int, head_bytes: int, has_trees: bool, generation: int) -> step.Tile:
+        seen.add((num_rows, has_trees))
+        return step.Tile(64, 4, 2)
+
+    monkeypatch.setattr(step, "tile_of", noted)
+    check_attention(
+        interpreted(), KVShape(1, 2, 16, 16), [LayerAttention(8, 0.25, None, None)], 16, torch.float32, 100
+    )
+    assert seen == {(num_rows, has_trees) for num_rows in (16, 32, 64) for has_trees in (False, True)}
 
 
 def test_kernels_that_attend_otherwise_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from shared.engine.cuda.work import Plan, StepShape, plan_work
+from shared.engine.cuda.work import Plan, StepShape, lengths_of_tiles, plan_work
 
 NOWHERE = np.iinfo(np.int64).max
 
@@ -98,3 +98,17 @@ def test_partial_results_take_bounded_room(num_sequences: int) -> None:
 def test_a_window_leaves_out_what_it_does_not_reach() -> None:
     plan = plan_work(step_of([(100_000, 3)]), 4, 8, 512)
     assert sum(int((work.items[:, 6] - work.items[:, 5]).sum()) for work in plan.work) <= 512 + 3 + 128
+
+
+@pytest.mark.parametrize("head_bytes", [128, 512])
+@pytest.mark.parametrize("fold", [1, 2, 3, 4, 6, 7, 8, 16, 24, 71])
+def test_lengths_of_tiles_bring_about_every_piece_that_a_step_may_have(fold: int, head_bytes: int) -> None:
+    rng = random.Random(fold)
+
+    def sizes(lengths: list[int]) -> set[int]:
+        plan = plan_work(step_of([(length + 50, length) for length in lengths]), fold, 2, None, head_bytes)
+        return {work.num_rows for work in plan.work}
+
+    tried = {size for length in lengths_of_tiles(fold, head_bytes) for size in sizes([length])}
+    for _ in range(300):
+        assert sizes([rng.choice([1, 1, 2, 3, 5, 9, 17, 300]) for _ in range(rng.randint(1, 4))]) <= tried

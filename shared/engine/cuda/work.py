@@ -78,7 +78,7 @@ def plan_work(step: StepShape, fold: int, num_kv_heads: int, window: int | None,
     first_keys = np.zeros_like(step.starts)
     if window is not None:
         first_keys = np.maximum(step.first_positions - window + 1, 0) // _TILE_KEYS * _TILE_KEYS
-    most_rows = _MOST_ROWS // 2 if is_large(head_bytes) else _MOST_ROWS
+    most_rows = _most_rows(head_bytes)
     long = rows > most_rows
     # Short queries together, in tiles for the longest of them.
     size = np.where(long, most_rows, _power_of_two(int(rows[~long].max(initial=1))))
@@ -94,6 +94,17 @@ def plan_work(step: StepShape, fold: int, num_kv_heads: int, window: int | None,
             items = _items(step, members, rows, size, num_tiles, num_parts, first_keys, first_parts, fold)
             work.append(Work(int(size[members[0]]), items))
     return Plan(work, first_parts)
+
+
+def lengths_of_tiles(fold: int, head_bytes: int) -> list[int]:
+    """For each number of rows that pieces may have, how many queries a sequence has to have for it; the last are more
+    than one piece takes."""
+    most_rows, size, lengths = _most_rows(head_bytes), LEAST_ROWS, []
+    while size <= most_rows:
+        if _power_of_two(size // fold * fold) == size and size >= fold:
+            lengths.append(size // fold)
+        size *= 2
+    return [*lengths, most_rows // fold + 1]
 
 
 def most_pieces(num_tokens: int, num_kv_heads: int) -> int:
@@ -127,6 +138,10 @@ def _items(
     base = first_parts[step.packed_starts[of]]
     fields = (step.packed_starts[of], step.table_starts[of], rows[of], row, step.starts[of])
     return np.stack([*fields, first, last, step.tree_starts[of], base, part, parts], axis=1)
+
+
+def _most_rows(head_bytes: int) -> int:
+    return _MOST_ROWS // 2 if is_large(head_bytes) else _MOST_ROWS
 
 
 def _power_of_two(num_rows: int) -> int:
