@@ -33,6 +33,7 @@ _NUM_BEGUN = 5
 _TREE = (0, 1, 1, 0, 2, 5, 6, 3, 4, 7)
 _NUM_BEFORE_TREE = 61
 
+
 class _Queries(NamedTuple):
     """Of a step, of each sequence: how many, and its tree. Only the first has a context before them."""
 

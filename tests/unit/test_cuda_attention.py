@@ -124,9 +124,7 @@ def test_each_kernel_that_a_step_may_take_is_tried(monkeypatch: pytest.MonkeyPat
         return step.Tile(64, 4, 2)
 
     monkeypatch.setattr(step, "tile_of", noted)
-    check_attention(
-        interpreted(), KVShape(1, 2, 16, 16), [LayerAttention(8, 0.25, None, None)], 16, torch.float32, 100
-    )
+    check_attention(interpreted(), KVShape(1, 2, 16, 16), [LayerAttention(8, 0.25, None, None)], 16, torch.float32, 100)
     assert seen == {(num_rows, has_trees) for num_rows in (16, 32, 64) for has_trees in (False, True)}
 
 
