@@ -26,11 +26,13 @@ from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
 from shared.engine.native.decoder import NativeDecoder
 from shared.engine.native.library import Library, has_kernels, load_library
+from shared.engine.native.likeliest import NativeLikeliest
 from shared.engine.native.noise import NativeNoise
 from shared.engine.packed_llama import PackedLlama
 from shared.engine.quantised_weight import QuantisedWeight
 from shared.engine.settings import Native, Quantize
 from shared.engine.source import check_source
+from shared.sampling.branching import find_likeliest_by
 from shared.sampling.coupled import make_noise_by
 from shared.settings import StartupError
 
@@ -73,6 +75,7 @@ class CausalLM:
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
         if self.kernels is not None:
             make_noise_by(NativeNoise(self.kernels))
+            find_likeliest_by(NativeLikeliest(self.kernels))
         self._triton = load_triton() if native == "auto" and has_triton(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
         self._captured_layers: tuple[int, ...] = ()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from shared.sampling.coupled import coupled_scores
-from shared.sampling.filters import sampling_logprobs
+from shared.sampling.filters import sampling_scores
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import Child
 
 Children = tuple[tuple[Child, ...], ...]
 """Of each row of a sequence, likeliest first."""
+
+LikeliestFinder = Callable[[Tensor, int], tuple[list[list[int]], list[list[float]]]]
+"""Of scores [R, V] float32 so many of the likeliest, at most V, best first: ids and, by a softmax of all, logprobs; not
+finite where there are fewer."""
 
 
 def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[Children]:
@@ -23,11 +27,9 @@ def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[Children]:
     `logits` [R, V]: the drafter's, of the `num_rows` of each sequence, which is greedy or seeded. Raises ValueError if
     one is not.
     """
-    scores = coupled_scores(sampling_logprobs(logits, rows), rows)
+    scores = coupled_scores(sampling_scores(logits, rows), rows)
     most = min(max(sequence.num_children for sequence in rows), scores.shape[1])
-    # On CPUs torch normalises all of them in half the time that `logsumexp` takes.
-    best, ids = scores.log_softmax(1).topk(most)
-    token_ids, logprobs = ids.tolist(), best.tolist()
+    token_ids, logprobs = _likeliest(scores, most)
     branched, row = [], 0
     for sequence in rows:
         children = []
@@ -38,3 +40,19 @@ def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[Children]:
             row += 1
         branched.append(tuple(children))
     return branched
+
+
+def find_likeliest_by(finder: LikeliestFinder) -> None:
+    """From now on they are found by that."""
+    global _likeliest
+    _likeliest = finder
+
+
+def likeliest_by_torch(scores: Tensor, most: int) -> tuple[list[list[int]], list[list[float]]]:
+    """A `LikeliestFinder` for any device."""
+    # On CPUs torch normalises all of them in half the time that `logsumexp` takes.
+    best, ids = scores.log_softmax(1).topk(most)
+    return ids.tolist(), best.tolist()
+
+
+_likeliest: LikeliestFinder = likeliest_by_torch

@@ -120,7 +120,7 @@ def coupled_scores(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         return logprobs
     noise = gumbel_noise(seeds, indices, positions, logprobs.shape[1], logprobs.device)
     if len(seeded) == first_row:
-        return logprobs + noise
+        return noise.add_(logprobs)
     return logprobs.index_add(0, torch.tensor(seeded, device=logprobs.device), noise)
 
 
@@ -144,8 +144,15 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(1)
 
 
+# In a tree many rows predict the same position, and what was not accepted is drafted once more.
+@functools.lru_cache(maxsize=4096)
 def _key(seed: int, sequence_index: int, position: int) -> int:
-    return _stream(_stream(_stream(0, seed), sequence_index), position)
+    return _stream(_sequence_key(seed, sequence_index), position)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sequence_key(seed: int, sequence_index: int) -> int:
+    return _stream(_stream(0, seed), sequence_index)
 
 
 def _stream(key: int, counter: int) -> int:

@@ -169,8 +169,19 @@ def sampling_logprobs(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     hangs on no sorting order. Greedy rows hold their adjusted logits: rounding in a softmax could tie the
     two likeliest tokens.
     """
+    return _filters(logits, rows).logprobs(adjust_logits(logits, rows))
+
+
+def sampling_scores(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """The same but for a constant of each row, for who makes a softmax of it all the same."""
+    if all(sequence.params.greedy and not adjusts(sequence) for sequence in rows):
+        return logits.float()
+    return _filters(logits, rows).scores(adjust_logits(logits, rows))
+
+
+def _filters(logits: Tensor, rows: Sequence[SampleRows]) -> Filters:
     params = [sequence.params for sequence in rows for _ in range(sequence.num_rows)]
-    return Filters(params, logits.shape[1], logits.device).logprobs(adjust_logits(logits, rows))
+    return Filters(params, logits.shape[1], logits.device)
 
 
 class Filters:
@@ -205,10 +216,17 @@ class Filters:
 
     def logprobs(self, scores: Tensor) -> Tensor:
         """As `sampling_logprobs` of adjusted logits [R, V] float32."""
-        return scores if self._sampled is None else self._sampled.replace(scores, self._warp)
+        return self._of_sampled(scores, lambda some: self._filtered(some).log_softmax(1))
 
-    def _warp(self, scores: Tensor) -> Tensor:
-        """Of the rows that are sampled."""
+    def scores(self, scores: Tensor) -> Tensor:
+        """As `sampling_scores`."""
+        return self._of_sampled(scores, self._filtered)
+
+    def _of_sampled(self, scores: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return scores if self._sampled is None else self._sampled.replace(scores, change)
+
+    def _filtered(self, scores: Tensor) -> Tensor:
+        """Rows that are sampled, but for a constant of each."""
         if self._temperatures is not None:
             # From the likeliest token down: divided by a low temperature, large logits would overflow.
             scores = (scores - scores.amax(1, keepdim=True)) / self._temperatures
@@ -220,7 +238,7 @@ class Filters:
             scores = self._of_top_p.replace(scores, lambda some: _cut(some, _nucleus_floor(some, self._top_p)))
         if self._of_min_p is not None:
             scores = self._of_min_p.replace(scores, lambda some: _cut(some, some.amax(1, keepdim=True) + self._margins))
-        return scores.log_softmax(1)
+        return scores
 
 
 class _Rows(NamedTuple):

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "decoder.h"
+#include "likeliest.h"
 #include "noise.h"
 
 extern "C" {
@@ -51,6 +52,13 @@ void outrider_pack_quantised(const int8_t *from, int64_t rows, int64_t in, int64
 void outrider_gumbel(const uint64_t *keys, int64_t rows, int64_t num, float *out, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     gumbel(keys, rows, num, out);
+}
+
+// The `most` likeliest of scores [rows, num], best first: ids and logprobs [rows, most].
+void outrider_likeliest(const float *scores, int64_t rows, int64_t num, int64_t most, int64_t *ids, float *logprobs,
+                        int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    likeliest(scores, rows, num, most, ids, logprobs);
 }
 
 // x [rows, in] to out [rows, out], both in bf16.

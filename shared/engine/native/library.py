@@ -138,6 +138,9 @@ class Library:
             self.linear.argtypes, self.linear.restype = [c_void_p, c_void_p, c_int64, c_void_p, c_int], None
             self.gumbel = library.outrider_gumbel
             self.gumbel.argtypes, self.gumbel.restype = [c_void_p, c_int64, c_int64, c_void_p, c_int], None
+            self.likeliest = library.outrider_likeliest
+            self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int]
+            self.likeliest.restype = None
             self.attend = library.outrider_attend
             self.attend.argtypes = [c_void_p, c_void_p, c_int, *[c_void_p] * 5, c_int]
             self.attend.restype = None
