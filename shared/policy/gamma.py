@@ -108,6 +108,8 @@ class GammaController:
     ) -> None:
         """`max_num_nodes`: of trees; 0 for chains alone."""
         self.acceptance = Acceptance()
+        # By how they draw, which tells them apart.
+        self._priors: dict[tuple[bool, bool], Acceptance] = {}
         self.trees = Trees(max_num_nodes)
         self.shape = PLAIN
         # Between `quiet_from` and `quiet_until` it has no use for plain steps: asked at every token, that has to cost
@@ -186,6 +188,11 @@ class GammaController:
             return 0
         sequence.num_scouting_rounds -= 1
         return sequence.num_scouting_tokens
+
+    def prior(self, *, greedy: bool, coupled: bool) -> Acceptance:
+        """What a new sequence that draws so starts from: drafts of greedy text are accepted more often than of text at
+        a temperature, and with the target's own noise other ones than by rejection sampling."""
+        return self._priors.setdefault((greedy, coupled), Acceptance(self.acceptance))
 
     def leave(self, sequence: Drafting, num_output_tokens: int | None) -> None:
         """The sequence is no longer here; if it has ended, with that many tokens of output. Safe to call again."""

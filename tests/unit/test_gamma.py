@@ -206,3 +206,17 @@ def test_a_slow_round_teaches_no_more_than_a_somewhat_slow_one() -> None:
 
     assert gamma_after(lambda _: None) > 0
     assert gamma_after(lambda found: found.observe_round(1, Shape(4), 1, 100.0)) > 0
+
+
+def test_a_new_sequence_starts_from_those_that_draw_alike() -> None:
+    """And what is known of nobody like it from all the others."""
+    found = GammaController(flat(0.05), flat(0.001), MAX)
+    greedy, sampled = (Drafting(found.prior(greedy=is_greedy, coupled=True)) for is_greedy in (True, False))
+    for _ in range(40):
+        greedy.acceptance.observe(4, 4)
+        sampled.acceptance.observe(4, 1)
+    started = [Drafting(found.prior(greedy=is_greedy, coupled=True)).acceptance.rate for is_greedy in (True, False)]
+    assert started[0] > 0.9
+    assert started[1] < 0.6
+    assert found.acceptance.rate == pytest.approx(Drafting(found.prior(greedy=False, coupled=False)).acceptance.rate)
+    assert started[1] < found.acceptance.rate < started[0]

@@ -72,7 +72,7 @@ class SequenceSession:
         # One that never drafts says nothing of those that do.
         home = lane.link if passage is None else passage.destination
         self._gamma = None if self._draft is None else session.fleet.gamma(home, self._draft.link)
-        prior = None if self._gamma is None else self._gamma.acceptance
+        prior = None if self._gamma is None else self._gamma.prior(greedy=params.greedy, coupled=params.coupled)
         options = session.options
         # A shape that the client fixed is none that all draft.
         self._fixed = None
