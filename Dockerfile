@@ -6,12 +6,28 @@
 #   WHEELS        folder, here beside, whose wheels are preferred: say, of a torch for CPUs
 #   EXTRAS        of the project: nixl, and cpu where there is no GPU
 ARG BASE=python:3.11-slim-bookworm
+ARG EXTRAS=nixl
+
+# What the services run on. On a GPU Triton compiles, when it first runs, what starts its kernels: in C, against Python's
+# headers. For CPUs it is the base alone.
+FROM ${BASE} AS system
+ARG EXTRAS
+RUN case ",${EXTRAS}," in *,cpu,*) exit ;; esac \
+    && include=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))') \
+    && compiles() { echo '#include <Python.h>' | gcc -fsyntax-only -I "$include" -x c -; } \
+    && if ! compiles 2> /dev/null; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends \
+            gcc libc6-dev $(test -e "$include/Python.h" || echo libpython3-dev) \
+        && rm -rf /var/lib/apt/lists/* \
+        && compiles; \
+    fi
 
 # What others wrote: changes with the locked versions alone.
 FROM ${BASE} AS dependencies
 ARG TORCH_INDEX=
 ARG WHEELS=build/wheels
-ARG EXTRAS=nixl
+ARG EXTRAS
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=/build/.ci/constraints.txt
 WORKDIR /build
 RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/outrider
@@ -43,12 +59,14 @@ COPY shared/engine/__init__.py shared/engine/
 COPY shared/engine/native shared/engine/native
 RUN python3 -m shared.engine.native ahead
 
-FROM ${BASE}
+FROM system
+ARG BASE
 ARG VERSION=unknown
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Outrider" \
       org.opencontainers.image.description="Serves large language models losslessly and fast by speculative decoding" \
       org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${BASE}" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=dependencies /opt/outrider /opt/outrider

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +32,17 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(900), pytest.mark.asyncio
 
 SERVICES = ("redis", "draft", "prefill", "decode", "router")
 WORKERS = ("draft", "prefill", "decode")
+
+# What Triton compiles when it first runs on a GPU, as it does; a driver with these names stands in for the device's.
+_COMPILES = r"""
+set -e
+cd /tmp
+include=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')
+echo "$DRIVER" | gcc -shared -fPIC -o libcuda.so.1 -x c -
+gcc /nvidia/driver.c -O3 -shared -fPIC -Wno-psabi -o cuda_utils.so -l:libcuda.so.1 -L. -I/nvidia/include -I"$include"
+LD_LIBRARY_PATH=. python3 -c 'import cuda_utils; print(*sorted(set(dir(cuda_utils)) & {"launch", "load_binary"}))'
+id -u
+"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -75,13 +91,46 @@ async def test_containers_may_do_no_more_than_they_need(containers: Containers) 
         assert published == ({"50051/tcp"} if "router" in container.name else set()), container.name
 
 
-async def test_the_image_holds_no_compiler(containers: Containers) -> None:
+async def test_an_image_for_cpus_holds_no_compiler(containers: Containers) -> None:
     asked = "for each in cc gcc g++ clang ld pip make; do command -v $each; done; id -u"
     run = containers.engine.containers.run
     said = await in_thread(lambda: run(IMAGE, ["-c", asked], entrypoint="sh", remove=True))
     assert said == b"10001\n"
     labels = containers.engine.images.get(IMAGE).labels
     assert labels["org.opencontainers.image.version"] == (ROOT / "protos" / "VERSION").read_text().strip()
+
+
+async def test_an_image_for_gpus_compiles_what_triton_asks_for(containers: Containers) -> None:
+    assert await in_thread(_compiled_for_gpus, containers) == b"launch load_binary\n10001\n"
+
+
+def _compiled_for_gpus(containers: Containers) -> Any:
+    """What `_COMPILES` says, in what an image for GPUs is laid upon, on the base of the image that is tested."""
+    triton = find_spec("triton")
+    assert triton is not None
+    assert triton.origin is not None
+    nvidia = Path(triton.origin).parent / "backends" / "nvidia"
+    names = set(re.findall(r"\bcu[A-Z]\w*(?=\()", (nvidia / "driver.c").read_text()))
+    base = containers.engine.images.get(IMAGE).labels["org.opencontainers.image.base.name"]
+    command = ["docker", "build", "--quiet", "--target=system", f"--build-arg=BASE={base}", "--build-arg=EXTRAS=nixl"]
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    built = subprocess.run([*command, ROOT], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    image = built.stdout.strip()
+    try:
+        return containers.engine.containers.run(
+            image,
+            ["-c", _COMPILES],
+            entrypoint="sh",
+            user="10001:10001",
+            environment={"DRIVER": "".join(f"int {name}(void) {{ return 0; }}\n" for name in names)},
+            volumes={str(nvidia): {"bind": "/nvidia", "mode": "ro"}},
+            read_only=True,
+            tmpfs={"/tmp": "exec,mode=1777"},
+            network_disabled=True,
+            remove=True,
+        )
+    finally:
+        containers.engine.images.remove(image)
 
 
 async def test_compose_takes_the_file(containers: Containers) -> None:
