@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -11,6 +12,8 @@ from shared.policy.verify_costs import VerifyCosts
 
 # Of what steps brought so much is remembered, in steps.
 _MEMORY_STEPS: Final = 50.0
+# And a trial's outcome counts so much against those of the trials before it.
+_TRIAL_WEIGHT: Final = 0.3
 # What was not tried yet is tried for so many steps, and so is again what seemed to be worse.
 _TRIAL_STEPS: Final = 8
 # But for no more than so many that are begun: others' prompts may be in each.
@@ -53,6 +56,10 @@ class _Load:
     def __init__(self) -> None:
         self.drafting, self.plain = _Goodput(), _Goodput()
         self.drafts = True
+        # How many times as many tokens a second drafting brings as plain steps: of the way that was tried, in its
+        # trial, and of the other one in the steps before. What they brought at other times says nothing beside it:
+        # a machine is faster or slower from one minute to the next, and texts are others.
+        self._log_gain: float | None = None
         # Of a trial of the other way so many steps are still to be seen, and so many may be begun for that.
         self.num_left = 0
         self.num_begun = 0
@@ -69,6 +76,24 @@ class _Load:
 
     def of(self, drafts: bool) -> _Goodput:
         return self.drafting if drafts else self.plain
+
+    def begin_trial(self) -> None:
+        self.num_left, self.num_begun = _TRIAL_STEPS, 0
+        if self.drafts:
+            self.plain = _Goodput()
+        else:
+            self.drafting = _Goodput()
+
+    def learn(self) -> None:
+        """A trial has ended."""
+        if self.drafting.rate > 0 and self.plain.rate > 0:
+            found = math.log(self.drafting.rate / self.plain.rate)
+            before = found if self._log_gain is None else self._log_gain
+            self._log_gain = before + _TRIAL_WEIGHT * (found - before)
+
+    def times(self, drafts: bool) -> float:
+        """How many times as much as the other way that way brings."""
+        return math.exp((self._log_gain or 0.0) * (1 if drafts else -1))
 
 
 class SelfDraftingPolicy:
@@ -98,7 +123,7 @@ class SelfDraftingPolicy:
                 self._postpone(at)
         elif at.is_due and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
             if at.drafts or may_try:
-                at.num_left, at.num_begun = _TRIAL_STEPS, 0
+                at.begin_trial()
             elif at.seconds > at.next_trial + at.patience:
                 self._postpone(at)
         return at.drafts if at.num_left == 0 else not at.drafts
@@ -157,11 +182,11 @@ class SelfDraftingPolicy:
 
     def _conclude(self, at: _Load) -> None:
         """A trial of the other way has ended: takes the better one, and says when the other is tried again."""
-        if at.of(not at.drafts).rate > _KEEP * at.of(at.drafts).rate:
+        at.learn()
+        if at.times(not at.drafts) > _KEEP:
             at.drafts = not at.drafts
-        one, other = at.of(at.drafts), at.of(not at.drafts)
-        lost = max(0.0, 1 - other.rate / one.rate) if one.rate > 0 else 0.0
-        trial = _TRIAL_STEPS * max(other.step_seconds, one.step_seconds)
+        lost = max(0.0, 1 - at.times(not at.drafts))
+        trial = _TRIAL_STEPS * max(at.drafting.step_seconds, at.plain.step_seconds)
         at.patience = trial * _LEAST_TRIALS_APART
         at.apart = max(trial * lost / _TRIAL_SHARE, at.patience)
         at.next_trial = at.seconds + at.apart
@@ -175,9 +200,9 @@ class SelfDraftingPolicy:
     def _price(self, load: int) -> float:
         """Tokens that a second is worth."""
         at = self._at(load)
-        return max(
-            at.drafting.rate, at.plain.rate, load / self._costs.seconds(load, 0) if not at.plain.num_steps else 0.0
-        )
+        now, other = at.of(at.drafts), at.of(not at.drafts)
+        rate = now.rate * max(1.0, at.times(not at.drafts)) if now.num_steps else other.rate
+        return max(rate, load / self._costs.seconds(load, 0) if not at.plain.num_steps else 0.0)
 
     def _at(self, load: int) -> _Load:
         bucket = nearest_power(load)

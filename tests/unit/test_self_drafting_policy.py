@@ -193,3 +193,25 @@ def test_verifying_is_tried_again_when_it_takes_less() -> None:
     assert decide(policy, 0.02, 0.5, 1000)[1] < 0.1
     decide(policy, 0.0, 0.5, 1500)
     assert decide(policy, 0.0, 0.5, 500)[1] > 0.95
+
+
+def serve_at_two_speeds(gain: float, seconds: float, seed: int) -> float:
+    """The share of steps with drafts, of such a worker whose machine takes twice as long from time to time."""
+    policy, rng = SelfDraftingPolicy(flat()), random.Random(seed)
+    speed, num_drafted, num_steps = 1.0, 0, 6000
+    for step in range(-500, num_steps):
+        if rng.random() < 1 / 250:
+            speed = 3 - speed
+        drafts = policy.drafts(1)
+        took = (seconds if drafts else 0.01) * speed * rng.lognormvariate(0, 0.1)
+        policy.observe(1, drafts, int(gain) + (rng.random() < gain % 1) if drafts else 1, took)
+        num_drafted += drafts and step >= 0
+    return num_drafted / num_steps
+
+
+@pytest.mark.parametrize(("gain", "seconds", "least", "most"), [(1.3, 0.0153, 0.0, 0.06), (2.0, 0.016, 0.93, 1.0)])
+def test_the_better_way_is_gone_on_a_machine_whose_speed_changes(
+    gain: float, seconds: float, least: float, most: float
+) -> None:
+    """What either way brought at another time says nothing."""
+    assert least <= sum(serve_at_two_speeds(gain, seconds, seed) for seed in range(20)) / 20 <= most
