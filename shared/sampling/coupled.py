@@ -147,12 +147,7 @@ def argmax(values: Tensor) -> Tensor:
 # In a tree many rows predict the same position, and what was not accepted is drafted once more.
 @functools.lru_cache(maxsize=4096)
 def _key(seed: int, sequence_index: int, position: int) -> int:
-    return _stream(_sequence_key(seed, sequence_index), position)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sequence_key(seed: int, sequence_index: int) -> int:
-    return _stream(_stream(0, seed), sequence_index)
+    return _stream(_stream(_stream(0, seed), sequence_index), position)
 
 
 def _stream(key: int, counter: int) -> int:
