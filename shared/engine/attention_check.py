@@ -32,6 +32,10 @@ _NUM_QUERIES = 48
 _NUM_BEGUN = 5
 _TREE = (0, 1, 1, 0, 2, 5, 6, 3, 4, 7)
 _NUM_BEFORE_TREE = 61
+# Where kernels may take a context apart: each of these keys is looked for by a query of its own.
+_SOUGHT = (511, 512, 1023, 1024)
+# Standard deviation of the scores: so much that single keys matter.
+_SCORES = 4.0
 
 
 class _Queries(NamedTuple):
@@ -42,10 +46,6 @@ class _Queries(NamedTuple):
 
 
 _QUERIES = _Queries((_NUM_QUERIES, _NUM_BEGUN, _NUM_BEFORE_TREE + len(_TREE)), ((), (), _TREE))
-# Where kernels may take a context apart: each of these keys is looked for by a query of its own.
-_SOUGHT = (511, 512, 1023, 1024)
-# Standard deviation of the scores: so much that single keys matter.
-_SCORES = 4.0
 
 
 def check_attention(
