@@ -39,8 +39,8 @@ _DRAFT_MEMORY_SHARE = 0.2
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out; "none" is one without a model. `head`, or `early_exit` layers, are what the
-    target workers draft with themselves. With `num_prefill` and `num_decode` the target
+    `draft` None leaves the drafter out; "none" is one without a model. With `num_drafts` 0 that model drafts inside the
+    target workers; or `head` does, or the first `early_exit` layers. With `num_prefill` and `num_decode` the target
     workers are two pools, and `num_targets` more that do either (None: one, or beside pools none). With `prefix_store`
     the stack's Redis keeps prefix blocks themselves, too; with `certs`, a folder that `outrider certs` filled, all
     connections are TLS. `host` and `port` are the router's (0 picks a free one); workers listen on free ports of the
@@ -191,6 +191,7 @@ class Stack:
                 check_source(source)
         targets = self._targets()
         drafts = [] if settings.draft is None else ["draft", *(f"draft-{i}" for i in range(1, settings.num_drafts))]
+        drafts = drafts[: settings.num_drafts]
         workers = drafts + targets
         address = {
             name: f"{LOOPBACK}:{port}" for name, port in zip(workers, free_ports(LOOPBACK, len(workers)), strict=True)
@@ -198,7 +199,8 @@ class Stack:
         address["router"] = f"{settings.host}:{claim_port(settings.host, settings.port)}"
 
         engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
-        own_drafts = {"head": settings.head, "early-exit": settings.early_exit}
+        inside = settings.draft if settings.num_drafts == 0 and settings.draft != NO_MODEL else None
+        own_drafts = {"draft": inside, "head": settings.head, "early-exit": settings.early_exit}
         for name in targets:
             role = name.partition("-")[0]
             self._add(
@@ -246,7 +248,8 @@ class Stack:
         """What a worker may take of the memory that all workers of the stack share."""
         if service == "draft":
             return round(_DRAFT_MEMORY_SHARE / self.settings.num_drafts, 3)
-        rest = _MEMORY_SHARE if self.settings.draft is None else _MEMORY_SHARE - _DRAFT_MEMORY_SHARE
+        alone = self.settings.draft is None or self.settings.num_drafts == 0
+        rest = _MEMORY_SHARE if alone else _MEMORY_SHARE - _DRAFT_MEMORY_SHARE
         return round(rest / len(self._targets()), 3)
 
     def _log(self, name: str, line: str) -> None:

@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
-from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
+from shared.engine.runner import ModelRunner
+from shared.engine.self_test import self_test, try_captured
+from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.self_drafting.copies import Copies
+from shared.self_drafting.draft_model import DraftModel
 from shared.self_drafting.drafter import SelfDrafter
 from shared.self_drafting.early_exit import EarlyExit
 from shared.self_drafting.loader import load_head
@@ -37,7 +40,7 @@ def self_drafting(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
 
     def begin(engine: Engine) -> None:
         copies = Copies(settings.copied_tokens) if settings.copied_tokens else None
-        drafter = None if make_drafter is None else make_drafter(engine.model, engine.pool)
+        drafter = None if make_drafter is None else make_drafter(engine)
         engine.draft_by(SelfDrafting.of(engine, drafter, copies))
         if drafter is None:
             return
@@ -49,12 +52,33 @@ def self_drafting(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
     return begin
 
 
-def _make_drafter(settings: TargetSettings, model: CausalLM) -> Callable[[CausalLM, KVPool], SelfDrafter] | None:
+def _make_drafter(settings: TargetSettings, model: CausalLM) -> Callable[[Engine], SelfDrafter] | None:
     num_layers = settings.early_exit
-    if settings.head is not None and num_layers is not None:
-        raise StartupError("head and early_exit are both set: one of them drafts")
+    chosen = [name for name in ("draft", "head", "early_exit") if getattr(settings, name) is not None]
+    if len(chosen) > 1:
+        raise StartupError(f"{' and '.join(chosen)} are both set: one of them drafts")
+    if settings.draft is not None:
+        return _load_draft(settings.draft, settings, model)
     if settings.head is not None:
         return load_head(settings.head, model)
     if num_layers is not None:
-        return lambda model, pool: EarlyExit(model, pool, num_layers)
+        return lambda engine: EarlyExit(engine.model, engine.pool, num_layers)
     return None
+
+
+def _load_draft(source: str, settings: TargetSettings, target: CausalLM) -> Callable[[Engine], SelfDrafter]:
+    """Loads the small model, on the target's device, and has its KV kept beside the target's."""
+    if tokenizer_fingerprint(source) != tokenizer_fingerprint(settings.model):
+        raise StartupError(f"draft {source} has another tokenizer than {settings.model}: their token ids differ")
+    model = CausalLM.load(source, str(target.device), settings.dtype, settings.native)
+    target.kv_beside = (model.kv_shape, model.dtype)
+
+    def make(engine: Engine) -> SelfDrafter:
+        assert engine.pool.beside is not None
+        runner = ModelRunner(model, engine.pool.beside)
+        self_test(model, runner)
+        if engine.scratch_block is not None and model.attention_kernels is not None:
+            try_captured(model, runner, engine.scratch_block)
+        return DraftModel(runner)
+
+    return make

@@ -20,6 +20,12 @@ class TargetSettings(WorkerSettings):
     role: Literal["both", "prefill", "decode"] = Field(
         default="both", description="Part in the deployment: prefill, decode, or both."
     )
+    draft: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A small model that drafts inside this worker, of the same tokenizer: a local folder or a hub "
+        "name; unset: none does, a draft worker's may.",
+    )
     head: str | None = Field(
         default=None,
         min_length=1,

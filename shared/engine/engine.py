@@ -99,6 +99,8 @@ class Engine:
         num_blocks = settings.num_blocks or _blocks_that_fit(model, settings, sample)
         try:
             pool = KVPool(model.kv_shape, num_blocks, self.block_size, model.dtype, model.device)
+            if model.kv_beside is not None:
+                pool.add_beside(*model.kv_beside)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise StartupError(
                 f"{num_blocks} KV blocks cannot be had on {model.device}: lower num_blocks or kv_cache_gib"
@@ -108,7 +110,7 @@ class Engine:
         host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
         # Captured steps fill themselves up in a block that is nobody's.
         has_scratch = isinstance(model.attention_kernels, TritonKernels) and num_blocks > 1
-        self._scratch_block = num_blocks - 1 if has_scratch else None
+        self.scratch_block = num_blocks - 1 if has_scratch else None
         num_usable = num_blocks - has_scratch
         self.blocks = BlockPool(num_usable, host)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
@@ -132,8 +134,8 @@ class Engine:
         Raises StartupError if the model cannot be served.
         """
         self_test(self.model, self._runner)
-        if self._scratch_block is not None and self.model.attention_kernels is not None:
-            try_captured(self.model, self._runner, self._scratch_block)
+        if self.scratch_block is not None and self.model.attention_kernels is not None:
+            try_captured(self.model, self._runner, self.scratch_block)
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
 
     def draft_by(self, proposer: Proposer) -> None:
@@ -293,6 +295,9 @@ def _rows_of(sequence: Sequence) -> SampleRows:
 def _blocks_that_fit(model: CausalLM, settings: EngineSettings, sample: Sampler) -> int:
     """Raises StartupError if not even two do."""
     block_bytes = KVPool.block_bytes(model.kv_shape, settings.block_size, model.dtype)
+    if model.kv_beside is not None:
+        shape, dtype = model.kv_beside
+        block_bytes += KVPool.block_bytes(shape, settings.block_size, dtype)
     if settings.kv_cache_gib is not None:
         num_blocks = int(settings.kv_cache_gib * 2**30) // block_bytes
         if num_blocks < 2:
@@ -320,6 +325,8 @@ def _commit(pool: KVPool) -> None:
     if pool.data.is_cuda:
         return  # taken when it was made
     needed, available = pool.data.nbytes, available_memory()
+    if pool.beside is not None:
+        needed += pool.beside.data.nbytes
     if needed > available:
         raise StartupError(
             f"{pool.num_blocks} KV blocks take {needed / 2**30:.3f} GiB, and {available / 2**30:.3f} are free: "

@@ -52,6 +52,11 @@ class KVPool:
         # Views that attention works on: a row is one block's keys (or values) in one layer.
         self._tokens = self.data.view(-1, shape.num_kv_heads, shape.head_dim)
         self._rows = self.data.view(num_blocks * shape.num_layers * 2, -1)
+        self.beside: KVPool | None = None
+        """What a smaller model keeps of the same positions, in blocks of the same numbers."""
+
+    def add_beside(self, shape: KVShape, dtype: torch.dtype) -> None:
+        self.beside = KVPool(shape, self.num_blocks, self.block_size, dtype, self.data.device)
 
     @staticmethod
     def block_bytes(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
@@ -110,10 +115,13 @@ class KVPool:
             place.numpy()[:] = incoming
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies whole blocks, (source, destination); every source is read before any is written."""
+        """Copies whole blocks, (source, destination), with what is `beside` them; every source is read before any is
+        written."""
         if copies:
             sources, destinations = zip(*copies, strict=True)
             self.data[list(destinations)] = self.data[list(sources)]
+            if self.beside is not None:
+                self.beside.copy_blocks(copies)
 
     def move_positions(self, moves: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
         """Copies single positions, in all layers, from one (block, offset) to another; all are read before any is
@@ -145,6 +153,8 @@ class KVPool:
         workers, are slower by that until every block was in use once.
         """
         self.data.zero_()
+        if self.beside is not None:
+            self.beside.commit()
 
     def write(self, layer: int, first_slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `[T, num_kv_heads, key/value_head_dim]` at the slots of T tokens.

@@ -67,6 +67,8 @@ class CausalLM:
         self.num_layers = self.kv_shape.num_layers
         self.hidden_size: int = config.hidden_size
         self._beside = ""
+        self.kv_beside: tuple[KVShape, torch.dtype] | None = None
+        """What a smaller model keeps of each position that this one has KV of: see `KVPool.beside`."""
         limit = context_limit(config, [layer.sliding_window for layer in self.attention])
         self.max_context = limit.num_tokens
         if limit.reason:

@@ -47,6 +47,9 @@ class SelfDrafter(Protocol):
         `sampled`: what each scheduled sequence with rows gains, and has not taken in yet. `follows`: whether it is
         worth its time to take in what only drafts need; a sequence that was left out so may stay out."""
 
+    def follow(self, sequences: List[Sequence]) -> None:
+        """Takes in of these, which decode, some of what it lacks, so as to be ready later."""
+
     def ready(self, sequence: Sequence) -> bool:
         """Whether it can draft behind the sequence's last token, of which nothing is computed yet."""
 

@@ -204,6 +204,9 @@ class Eagle:
         self._pending.pop(sequence, None)
         self._seen.pop(sequence, None)
 
+    def follow(self, sequences: List[Sequence]) -> None:
+        """What it was not given when it was computed is not to be had."""
+
     def ready(self, sequence: Sequence) -> bool:
         pending, seen = self._pending.get(sequence), self._seen.get(sequence)
         if pending is None and seen is None:

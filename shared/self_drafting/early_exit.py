@@ -13,6 +13,7 @@ from shared.engine.sequence import Sequence
 from shared.engine.step_plan import StepPlan
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.drafter import Growing
+from shared.self_drafting.newest import run_newest
 from shared.settings import StartupError
 
 # Tokens in a line, at most.
@@ -38,6 +39,9 @@ class EarlyExit:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """It needs nothing but the tokens."""
 
+    def follow(self, sequences: List[Sequence]) -> None:
+        """The target's KV is its own."""
+
     def ready(self, sequence: Sequence) -> bool:
         return True
 
@@ -51,12 +55,4 @@ class EarlyExit:
         )
 
     def extend(self, growing: List[Growing]) -> Tensor:
-        tokens = [token for each in growing for token in each.proposal.token_ids[each.first_row - 1 :]]
-        return self._runner.run_packed(
-            tokens,
-            [len(each.sequence.token_ids) - 1 + each.first_row for each in growing],
-            [each.num_new for each in growing],
-            [each.sequence.block_table for each in growing],
-            range(len(tokens)),
-            [each.proposal.parents for each in growing],
-        )
+        return run_newest(self._runner, growing)

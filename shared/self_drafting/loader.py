@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from shared.engine.kv_pool import KVPool
+from shared.engine.engine import Engine
 from shared.engine.linear import pack_linears
 from shared.engine.model import CausalLM
 from shared.self_drafting.drafter import SelfDrafter
@@ -21,9 +21,9 @@ from shared.settings import StartupError
 logger = logging.getLogger(__name__)
 
 
-def load_head(source: str, model: CausalLM) -> Callable[[CausalLM, KVPool], SelfDrafter]:
+def load_head(source: str, model: CausalLM) -> Callable[[Engine], SelfDrafter]:
     """Loads the head at `source` for a model that is not laid out for serving yet, and has it keep what the head needs
-    of its steps; how to make what drafts with it, once it is.
+    of its steps; how to make what drafts with it, once its engine is warmed up.
 
     Raises StartupError, with one clear line, for a head of another model, a damaged file, or one that holds more than
     weights.
@@ -39,7 +39,7 @@ def load_head(source: str, model: CausalLM) -> Callable[[CausalLM, KVPool], Self
         raise files.error(f"cannot be made sense of ({why})") from error
 
 
-def _load(files: HeadFiles, model: CausalLM) -> Callable[[CausalLM, KVPool], SelfDrafter]:
+def _load(files: HeadFiles, model: CausalLM) -> Callable[[Engine], SelfDrafter]:
     extra: dict[str, object] = {"head": files.source}
     if is_medusa(files.weights):
         heads = medusa_heads(files, model)
@@ -47,14 +47,14 @@ def _load(files: HeadFiles, model: CausalLM) -> Callable[[CausalLM, KVPool], Sel
         logger.info("heads loaded", extra=extra | {"kind": Medusa.source, "count": len(heads)})
         for each in heads:
             _pack(each, model)
-        return lambda model, pool: Medusa(heads, model.dtype)
+        return lambda engine: Medusa(heads, engine.model.dtype)
     head = eagle_head(files, model)
     shape = head.shape
     model.extend_kv(1, fingerprint(files))
     model.capture(shape.captured_layers)
     logger.info("head loaded", extra=extra | {"kind": shape.kind, "sees": shape.captured_layers})
     _pack(head, model)
-    return lambda model, pool: Eagle(head, model, pool)
+    return lambda engine: Eagle(head, engine.model, engine.pool)
 
 
 def _pack(head: nn.Module, model: CausalLM) -> None:

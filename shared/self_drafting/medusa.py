@@ -71,6 +71,9 @@ class Medusa:
             last = captured[:, 0].index_select(0, torch.tensor([each.places[-1] for each in kept]).to(captured.device))
             self._hidden.update(zip((each.item.sequence for each in kept), last.unbind(), strict=True))
 
+    def follow(self, sequences: List[Sequence]) -> None:
+        """The target's last state is all it needs."""
+
     def ready(self, sequence: Sequence) -> bool:
         return sequence in self._hidden
 

@@ -99,9 +99,10 @@ class SelfDrafting:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
         self._load, self._num_free, self._drafts, self._spent = 0, 0, False, 0.0
-        began = self._clock()
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
+        self._follow(wanting, len(decoding))
+        began = self._clock()
         if wanting:  # what is done for others says nothing of who drafts
             self._load = len(decoding)
         room = scheduler.draft_room() // max(1, self._load)
@@ -126,11 +127,11 @@ class SelfDrafting:
         if self._growth is None:
             return
         try:
-            self._growth.drafter.observe(plan, captured, sampled, self._follows(plan))
+            self._growth.drafter.observe(plan, captured, sampled, self._observes(plan))
         except Exception as error:
             self._drafter_failed(error)
 
-    def _follows(self, plan: StepPlan) -> bool:
+    def _observes(self, plan: StepPlan) -> bool:
         """Whether a drafter is to keep up with the sequences of that step."""
         fixed = any(is_fixed(each.sequence) and _may_have(each.sequence, "target") for each in plan.scheduled)
         return fixed or self._policy.follows(len(plan.scheduled))
@@ -155,6 +156,18 @@ class SelfDrafting:
         fixed = [len(each.token_ids) - found.position for each, found in self._rounds.items() if is_fixed(each)]
         if self._growth is not None and self._num_free:
             self._policy.observe(self._load, self._drafts, num_tokens - sum(fixed), seconds + self._spent)
+
+    def _follow(self, sequences: List[Sequence], load: int) -> None:
+        """Has the drafter take in what it lacks of those that are to have drafts of it."""
+        if self._growth is None or not sequences:
+            return
+        expected = self._policy.follows(load)
+        try:
+            self._growth.drafter.follow(
+                [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
+            )
+        except Exception as error:
+            self._drafter_failed(error)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what

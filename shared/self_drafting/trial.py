@@ -65,5 +65,5 @@ def try_head(target: str, head: str, prompts: Tokens[Tokens[int]], depth: int, n
     make_drafter = load_head(head, model)
     engine = Engine(model, _Settings(model=target, port=0), verify)
     engine.warm_up()
-    engine.draft_by(SelfDrafting.of(engine, make_drafter(model, engine.pool)))
+    engine.draft_by(SelfDrafting.of(engine, make_drafter(engine)))
     return try_drafter(engine, prompts, depth, num_tokens)

@@ -39,11 +39,11 @@ from tests.support.heads import (
     write_head,
     write_medusa,
 )
-from tests.support.models import tiny_llama
+from tests.support.models import perturbed, tiny_llama
 
 NUM_TOKENS = 24
 SHAPES = [SelfDraft(1), SelfDraft(4), SelfDraft(3, 9), SelfDraft()]
-KINDS = ["early exit", "medusa", "eagle", "eagle3", "copies", "copies and eagle3"]
+KINDS = ["early exit", "medusa", "eagle", "eagle3", "model", "copies", "copies and eagle3"]
 # Windows, soft caps and sinks are in two of them.
 FAMILIES = ["gemma2", "gpt_oss", *(pytest.param(each, marks=pytest.mark.long) for each in ("mistral", "qwen3", "gpt2"))]
 
@@ -67,6 +67,8 @@ def drafts_with(kind: str, target: Path, folder: Path) -> dict[str, Any]:
         case "eagle3":
             said = layer_config(config) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
             return {"head": str(write_head(folder, eagle3_weights(config, 64), said))}
+        case "model":
+            return {"draft": str(perturbed(target, folder, noise=0.1))}
         case "copies":
             return {"copied_tokens": 5000}
         case "copies and eagle3":
@@ -203,6 +205,9 @@ class Failing:
     def observe(self, *_: object) -> None:
         self._fail("observe")
 
+    def follow(self, _: Sequence[EngineSequence]) -> None:
+        self._fail("follow")
+
     def ready(self, _: EngineSequence) -> bool:
         return True
 
@@ -221,7 +226,7 @@ class Failing:
                 raise RuntimeError("out of ideas")
 
 
-@pytest.mark.parametrize("fails_at", ["observe", "begin", "extend"])
+@pytest.mark.parametrize("fails_at", ["observe", "follow", "begin", "extend"])
 def test_a_drafter_that_fails_is_left_out(fails_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = tiny_llama(tmp_path / "target")
     plain, engine = engine_of(target), engine_of(target)
@@ -459,6 +464,9 @@ class Prophet:
 
     def observe(self, *_: object) -> None:
         pass
+
+    def follow(self, _: Sequence[EngineSequence]) -> None:
+        """Ready at once."""
 
     def ready(self, _: EngineSequence) -> bool:
         return True
