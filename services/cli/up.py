@@ -53,7 +53,9 @@ def up(
         typer.Option(metavar="N", min=0, help="Target workers that prefill; with --decode."),
     ] = 0,
     decode: Annotated[int, typer.Option(metavar="N", min=0, help="Target workers that decode.")] = 0,
-    num_drafts: Annotated[int, typer.Option(metavar="N", min=1, help="Draft workers.")] = 1,
+    num_drafts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Draft workers; 0: the draft model runs inside the target workers.")
+    ] = 1,
     prefix_store: Annotated[
         bool, typer.Option("--prefix-store", help="Keep prefix blocks themselves in Redis, too.")
     ] = False,
@@ -82,6 +84,10 @@ def up(
     Ctrl-C drains it, a second one ends it at once. What else there is to set comes from the environment
     (OUTRIDER_ROUTER_..., OUTRIDER_TARGET_..., OUTRIDER_DRAFT_...) or from --config.
     """
+    if num_drafts == 0 and draft == "copy":
+        raise typer.BadParameter("--draft copy is a draft worker's: target workers copy by themselves")
+    if num_drafts == 0 and draft != "none" and (head is not None or early_exit is not None):
+        raise typer.BadParameter("with --num-drafts 0 the draft model drafts inside the target workers: no --head there")
     if not decode and (num_targets == 0 or (prefill and not num_targets)):
         raise typer.BadParameter("there must be workers that decode: --decode, or --num-targets")
     settings = StackSettings(

@@ -57,6 +57,8 @@ def _make_drafter(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
     chosen = [name for name in ("draft", "head", "early_exit") if getattr(settings, name) is not None]
     if len(chosen) > 1:
         raise StartupError(f"{' and '.join(chosen)} are both set: one of them drafts")
+    if settings.draft is not None and settings.role == "prefill":
+        return None  # it would have nothing to draft for
     if settings.draft is not None:
         return _load_draft(settings.draft, settings, model)
     if settings.head is not None:
@@ -70,7 +72,7 @@ def _load_draft(source: str, settings: TargetSettings, target: CausalLM) -> Call
     """Loads the small model, on the target's device, and has its KV kept beside the target's."""
     if tokenizer_fingerprint(source) != tokenizer_fingerprint(settings.model):
         raise StartupError(f"draft {source} has another tokenizer than {settings.model}: their token ids differ")
-    model = CausalLM.load(source, str(target.device), settings.dtype, settings.native)
+    model = CausalLM.load(source, str(target.device), settings.dtype, settings.native, settings.draft_quantize)
     target.kv_beside = (model.kv_shape, model.dtype)
 
     def make(engine: Engine) -> SelfDrafter:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from shared.engine.settings import Quantize
 from shared.settings import RedisUrl
 from shared.worker.settings import WorkerSettings
 
@@ -25,6 +26,9 @@ class TargetSettings(WorkerSettings):
         min_length=1,
         description="A small model that drafts inside this worker, of the same tokenizer: a local folder or a hub "
         "name; unset: none does, a draft worker's may.",
+    )
+    draft_quantize: Quantize = Field(
+        default="none", description="What its weights are rounded to, as those of the model by quantize."
     )
     head: str | None = Field(
         default=None,

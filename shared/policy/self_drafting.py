@@ -112,6 +112,8 @@ class SelfDraftingPolicy:
         self._loads: dict[int, _Load] = {}
         # Of a step of the drafter among that many sequences, by power of two.
         self._draft_seconds: dict[int, float] = {}
+        # Of what its steps promise, as many tokens as those behind which they look, so much is found.
+        self._found_share = 1.0
 
     def drafts(self, load: int, may_try: bool = True) -> bool:
         """Whether the next step of `load` sequences is to have drafts. Not `may_try`, drafts are not tried
@@ -137,7 +139,11 @@ class SelfDraftingPolicy:
         """Whether a further step of the drafter for so many of `load` sequences pays, that finds tokens behind others
         which are accepted so often, all sequences' together."""
         seconds = self._draft_seconds.get(nearest_power(num_growing))
-        return seconds is None or prospect > seconds * self._price(load)
+        return seconds is None or prospect * self._found_share > seconds * self._price(load)
+
+    def observe_found(self, prospect: float, found: float) -> None:
+        """By a step of the drafter of which that was the prospect so many more tokens are expected to be accepted."""
+        self._found_share += _WEIGHT * (found / prospect - self._found_share)
 
     def least_likelihood(self, load: int) -> float:
         """How likely a token must be to be accepted so as to be worth its row."""

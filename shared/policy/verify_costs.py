@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Final
 
 from shared.policy.overhead import nearest_power
 from shared.policy.step_costs import StepCosts
 
-# A new measurement of plain steps counts so much against those before it, or more while there are few; and is believed
-# to be off by no more than this, a logarithm.
+# A new measurement counts so much against those before it, or more while there are few; and is believed to be off by no
+# more than this, a logarithm.
 _WEIGHT: Final = 0.1
 _NUM_PRIOR: Final = 2.0
 _MOST_ERROR: Final = 0.3
-# What verifying takes beyond its rows is the median of so many steps, so that one that stood still says nothing.
-_NUM_REMEMBERED: Final = 3
-# And forgotten by so much with each step that is told of and verified nothing: where that is all that speaks against
-# it, it is tried again after some hundreds of them.
+# What verifying takes beyond its rows is forgotten by so much with each step that is told of and verified nothing:
+# where that is all that speaks against it, it is tried again after some hundreds of them.
 _FORGOTTEN: Final = 0.002
+# And what is said of so many rows alone, with each that verifies others: a step or two then tell.
+_ROWS_FORGOTTEN: Final = 0.01
 
 
 @dataclass(slots=True)
 class _Learnt:
-    """`ratio`: of a plain step to what its size says, as a logarithm; `extras`: seconds of the latest steps that
-    verified, beyond their rows, and `extra` what is made of them."""
+    """`ratio`: of a plain step to what its size says, as a logarithm. `extra`: seconds of verifying beyond its rows,
+    and `by_rows` beside it of about so many: where arithmetic bounds them, they do not become faster when memory
+    does."""
 
     ratio: float = 0.0
     num_plain: int = 0
+    num_verified: int = 0
     extra: float = 0.0
-    extras: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+    by_rows: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class VerifyCosts:
     """Seconds of a step of `load` sequences that verifies so many of their draft tokens.
 
     By the step costs of warm-up, as far as rows go; what all steps take longer than these say, and what sampling takes
-    beside draft tokens, are learnt from the steps, by the load's power of two.
+    beside draft tokens, are learnt from the steps, by the load's power of two, and what is true of their rows alone.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -48,7 +49,7 @@ class VerifyCosts:
     def seconds(self, load: int, num_draft_tokens: int) -> float:
         at = self._at(load)
         seconds = math.exp(at.ratio) * self._costs.seconds(load + num_draft_tokens)
-        return seconds + at.extra if num_draft_tokens else seconds
+        return seconds + at.extra + at.by_rows[_size_of(load + num_draft_tokens)] if num_draft_tokens else seconds
 
     def row_seconds(self, load: int) -> float:
         """What a row more of each sequence takes, each."""
@@ -60,14 +61,20 @@ class VerifyCosts:
         if seconds <= 0:
             return
         at = self._at(load)
+        expected = self.seconds(load, num_draft_tokens)
+        error = min(max(math.log(seconds / expected), -_MOST_ERROR), _MOST_ERROR)
         if num_draft_tokens == 0:
             at.num_plain += 1
-            error = min(max(math.log(seconds / self.seconds(load, 0)), -_MOST_ERROR), _MOST_ERROR)
             at.ratio += max(_WEIGHT, 1 / (at.num_plain + _NUM_PRIOR)) * error
             at.extra *= 1 - _FORGOTTEN
             return
-        at.extras.append(seconds - math.exp(at.ratio) * self._costs.seconds(load + num_draft_tokens))
-        at.extra = max(0.0, median(at.extras))
+        at.num_verified += 1
+        learnt = max(_WEIGHT, 1 / (at.num_verified + _NUM_PRIOR)) * error * expected
+        at.extra = max(0.0, at.extra + learnt)
+        size = _size_of(load + num_draft_tokens)
+        at.by_rows[size] += learnt
+        for other in at.by_rows.keys() - {size}:
+            at.by_rows[other] *= 1 - _ROWS_FORGOTTEN
 
     def _at(self, load: int) -> _Learnt:
         bucket = nearest_power(load)
@@ -75,3 +82,8 @@ class VerifyCosts:
         if found is None:
             found = self._learnt[bucket] = _Learnt()
         return found
+
+
+def _size_of(num_rows: int) -> int:
+    """Where steps of about so many rows are alike: two sizes for each power of two."""
+    return round(2 * math.log2(num_rows))

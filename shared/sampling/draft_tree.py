@@ -94,6 +94,11 @@ class DraftTree:
         grown."""
         return sum(math.exp(self._nodes[i].logprob) for i in self._wanted())
 
+    @property
+    def num_expected(self) -> float:
+        """How many of the tokens to propose may be expected to be accepted."""
+        return sum(self.likelihoods())
+
     def likelihoods(self) -> list[float]:
         """Of each token to propose, with all those before it: best first, as in the proposal."""
         return [math.exp(self._nodes[i].logprob) for i in self._likeliest()]

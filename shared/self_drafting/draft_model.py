@@ -1,4 +1,4 @@
-"""A small model that drafts inside the target worker, so without a message (Leviathan et al. 2023; Chen et al. 2023)."""
+"""A small model that drafts inside the target worker, without a message (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from __future__ import annotations
 

@@ -44,14 +44,18 @@ class Growth:
             now = self._clock()
             self._policy.observe_drafting(len(growing), now - began)
             began = now
-            prospect = sum(tree.prospect for each, tree in growing.items() if not is_fixed(each))
+            free = [tree for each, tree in growing.items() if not is_fixed(each)]
+            prospect, before = sum(tree.prospect for tree in free), sum(tree.num_expected for tree in free)
             if not self._policy.goes_on(len(growing), load, prospect):
                 growing = {each: tree for each, tree in growing.items() if is_fixed(each)}
+                prospect = 0.0
             advanced = {each: following for each, tree in growing.items() if (following := tree.advance()) is not None}
             growing = {each: trees[each] for each in advanced}
             if growing:
                 logits = self.drafter.extend([Growing(each, *following) for each, following in advanced.items()])
                 self._take(growing, logits, list(advanced.values()))
+            if prospect > 0:
+                self._policy.observe_found(prospect, sum(tree.num_expected for tree in free) - before)
         return {each: TreeDraft(tree, self._calibrations, "target") for each, tree in trees.items()}
 
     def _likelihood(self, guess: float, depth: int) -> float:

@@ -27,7 +27,7 @@ from tests.support.heads import (
     write_head,
     write_medusa,
 )
-from tests.support.models import tiny_llama
+from tests.support.models import perturbed, tiny_llama
 from tests.support.service import COPYING_NOTHING, Generated, generate, inference, running_stack, wait_until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 NUM_TOKENS = 48
 RESTART_SECONDS = 60
 HALFWAY_CHUNKS = 8
-KINDS = ["early exit", "medusa", "eagle", "eagle3"]
+KINDS = ["early exit", "medusa", "eagle", "eagle3", "model"]
 # Number of draft tokens, and of a tree's.
 SHAPES: list[tuple[int | None, int | None]] = [(1, None), (3, None), (None, None), (3, 10)]
 
@@ -52,6 +52,8 @@ def write_drafter(kind: str, folder: Path, target: Path = DEMO_TARGET) -> dict[s
         case "eagle3":
             said = layer_config(config) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
             head = write_head(folder, eagle3_weights(config, config.vocab_size // 2), said)
+        case "model":
+            return {"OUTRIDER_TARGET_DRAFT": str(perturbed(target, folder, noise=0.1))}
         case _:
             return {"OUTRIDER_TARGET_EARLY_EXIT": str(config.num_hidden_layers - 1)}
     return {"OUTRIDER_TARGET_HEAD": str(head)}

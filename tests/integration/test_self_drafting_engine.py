@@ -12,22 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.target.self_drafting import self_drafting
-from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
-from shared.sampling.params import SamplingParams, SelfDraft
+from shared.sampling.params import SelfDraft
 from shared.sampling.proposal import Proposal
-from shared.sampling.verifier import verify
 from shared.self_drafting.drafter import Growing
 from shared.self_drafting.eagle import Eagle
-from shared.self_drafting.growth import Growth
 from shared.self_drafting.rounds import SelfDrafting, _Round
 from shared.settings import StartupError
-from shared.worker.service import load_engine
 from tests.support.distribution import Filters, exact, least_p_value
+from tests.support.drafting_engine import NUM_TOKENS, drafting_of, engine_of, random_prompts, sequence, steps_to, write
 from tests.support.families import tiny_checkpoint
 from tests.support.greedy import references
 from tests.support.heads import (
@@ -41,7 +37,6 @@ from tests.support.heads import (
 )
 from tests.support.models import perturbed, tiny_llama
 
-NUM_TOKENS = 24
 SHAPES = [SelfDraft(1), SelfDraft(4), SelfDraft(3, 9), SelfDraft()]
 KINDS = ["early exit", "medusa", "eagle", "eagle3", "model", "copies", "copies and eagle3"]
 # Windows, soft caps and sinks are in two of them.
@@ -74,41 +69,6 @@ def drafts_with(kind: str, target: Path, folder: Path) -> dict[str, Any]:
         case "copies and eagle3":
             return {"copied_tokens": 5000} | drafts_with("eagle3", target, folder)
     return {"early_exit": 1}
-
-
-def engine_of(target: Path, **fields: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "native": "off",
-        "num_blocks": 40,
-        "max_batch_tokens": 40,
-        "copied_tokens": 0,
-    }
-    settings = TargetSettings(model=str(target), **(defaults | fields))
-    return load_engine(settings, verify, lambda model: self_drafting(settings, model))
-
-
-def write(engine: Engine, sequences: Sequence[EngineSequence]) -> list[list[int]]:
-    """Their output, all begun together."""
-    for sequence in sequences:
-        engine.scheduler.add(sequence)
-    while (outcome := engine.step()) is not None:
-        # Whatever is verified is known to be its own.
-        assert all(gain.num_draft_tokens == len(gain.self_drafted) for gain in outcome.gains)
-    engine.scheduler.check()
-    assert engine.scheduler.is_empty
-    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
-
-
-def sequence(prompt: Sequence[int], **fields: Any) -> EngineSequence:
-    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-    return EngineSequence(prompt, len(prompt), SamplingParams(**(defaults | fields)), bytes(32), num_steps=1000)
-
-
-def random_prompts(length: int) -> Iterator[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    while True:
-        yield torch.randint(1, 257, (length,), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -246,22 +206,15 @@ def test_a_drafter_that_fails_is_left_out(fails_at: str, tmp_path: Path, caplog:
     ("fields", "match"),
     [
         ({"early_exit": 2}, "early_exit is 2: it must be below the 2 layers"),
-        ({"early_exit": 1, "head": "anywhere"}, "both set"),
+        ({"early_exit": 1, "head": "anywhere"}, "head and early_exit are both set"),
+        ({"draft": "anywhere", "head": "anywhere"}, "draft and head are both set"),
+        ({"draft": "./nowhere"}, "no model folder ./nowhere"),
         ({"head": "./nowhere"}, "no model folder ./nowhere"),
     ],
 )
 def test_what_cannot_draft_ends_the_start_in_one_line(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=match):
         engine_of(tiny_llama(tmp_path), **fields)
-
-
-def steps_to(engine: Engine, done: Any, most: int = 400) -> int:
-    """Steps until that holds."""
-    for count in range(most):
-        if done():
-            return count
-        assert engine.step() is not None
-    raise AssertionError(f"not within {most} steps")
 
 
 @pytest.mark.parametrize("kind", ["copies", "medusa", "early exit"])
@@ -360,13 +313,6 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     told = 0
     write(engine, [sequence(next(prompts), max_tokens=50, self_draft=SelfDraft(2))])
     assert told == 0
-
-
-def drafting_of(engine: Engine) -> tuple[SelfDrafting, Growth]:
-    proposer = engine._proposer
-    assert isinstance(proposer, SelfDrafting)
-    assert proposer._growth is not None
-    return proposer, proposer._growth
 
 
 class Picky(SelfDraftingPolicy):
@@ -517,12 +463,12 @@ def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_p
     proposer = engine._proposer
     assert isinstance(proposer, SelfDrafting)
     policy = proposer._policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (64, 0.01)]))
-    for _ in range(5):
+    for _ in range(100):
         policy.observe_step(16, 0, 0.01)
         policy.observe_step(16, 16, 0.0105)  # half a millisecond for whatever is verified
     many = [sequence([1, 2, 3]) for _ in range(16)]
     proposer._load = 16
     proposer._rounds = {each: _Round(Proposal((5,), sources=("suffix",)), 3) for each in many}
     share = 0.01 / 16
-    assert sum(proposer._worth(each, 0.0)[1] for each in many) * share == pytest.approx(0.0005, rel=0.01)
+    assert sum(proposer._worth(each, 0.0)[1] for each in many) * share == pytest.approx(0.0005, rel=0.03)
     assert proposer._worth(many[0], share)[1] == pytest.approx(1 + 0.05, rel=0.01)

@@ -110,6 +110,20 @@ def test_generate_without_a_server_says_so_in_one_line() -> None:
     assert result.stderr == "outrider: no server answers at 127.0.0.1:9\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num-targets=0"], "there must be workers that decode"),
+        (["--num-drafts=0", "--draft=copy"], "target workers copy by themselves"),
+        (["--num-drafts=0", "--early-exit=2"], "drafts inside the target workers"),
+    ],
+)
+def test_a_stack_that_would_not_draft_or_decode_is_refused(options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["up", *options], terminal_width=200)
+    assert result.exit_code == 2
+    assert said in re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
+
+
 def test_version() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert re.fullmatch(r"outrider \d+\.\d+\.\d+\n", result.output)

@@ -59,7 +59,7 @@ class Recording:
     def __init__(self, drafter: SelfDrafter) -> None:
         self._drafter = drafter
         self.source, self.most_steps, self.uses_kv = drafter.source, drafter.most_steps, drafter.uses_kv
-        self.observe, self.ready = drafter.observe, drafter.ready
+        self.observe, self.follow, self.ready = drafter.observe, drafter.follow, drafter.ready
         self.guesses: list[tuple[list[int], list[int], Tensor]] = []
 
     def begin(self, sequences: Sequence[EngineSequence]) -> Tensor:
@@ -84,7 +84,7 @@ def engine_with(target: Path, head: Path, native: Any = "off") -> tuple[Engine, 
     settings = TargetSettings(model=str(target), num_blocks=64, max_batch_tokens=48)
     engine = Engine(model, settings, verify)
     engine.warm_up()
-    recording = Recording(make(model, engine.pool))
+    recording = Recording(make(engine))
     engine.draft_by(SelfDrafting.of(engine, recording))
     return engine, recording
 

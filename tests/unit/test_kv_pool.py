@@ -10,6 +10,15 @@ import torch
 from shared.engine.kv_pool import KVPool, KVShape
 
 
+def test_what_is_beside_blocks_is_copied_with_them() -> None:
+    pool = KVPool(KVShape(3, 2, 8, 8), 6, 4, torch.float32, torch.device("cpu"))
+    pool.add_beside(KVShape(1, 1, 4, 4), torch.bfloat16)
+    assert pool.beside is not None
+    pool.beside.data.copy_(torch.arange(6).view(6, 1, 1, 1, 1, 1).expand(pool.beside.data.shape))
+    pool.copy_blocks([(1, 2), (2, 5)])
+    assert [int(block.unique()) for block in pool.beside.data] == [0, 1, 1, 3, 4, 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_positions_are_read_before_any_is_written(dtype: torch.dtype) -> None:
     pool = KVPool(KVShape(3, 2, 8, 8), 6, 4, dtype, torch.device("cpu"))

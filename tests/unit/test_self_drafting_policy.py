@@ -8,6 +8,7 @@ import pytest
 
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
+from shared.policy.verify_costs import VerifyCosts
 
 
 def flat(seconds: float = 0.01) -> StepCosts:
@@ -155,6 +156,34 @@ def test_a_further_step_of_the_drafter_must_bring_what_its_time_is_worth() -> No
         policy.observe(8, False, 8, 0.01)
     assert policy.goes_on(1, 8, 1.61)
     assert not policy.goes_on(1, 8, 1.59)
+
+
+def test_of_what_a_further_step_promises_as_much_counts_as_was_found_by_others() -> None:
+    policy = SelfDraftingPolicy(flat())
+    policy.observe_drafting(1, 0.002)
+    for _ in range(20):
+        policy.observe(1, False, 1, 0.01)
+    for _ in range(100):
+        policy.observe_found(0.8, 0.4)
+    assert policy.goes_on(1, 1, 0.41)
+    assert not policy.goes_on(1, 1, 0.39)
+
+
+def test_rows_that_arithmetic_bounds_are_told_from_those_that_memory_does() -> None:
+    """A machine whose memory was slow when its steps were measured, and is faster now by 4 ms a step: those of eight
+    rows are, and those of twelve are not."""
+    costs = VerifyCosts(StepCosts([(1, 0.016), (8, 0.016), (12, 0.017), (16, 0.022)]))
+    rng = random.Random(3)
+    for _ in range(40):
+        costs.observe(1, 0, 0.012)
+    for _ in range(60):
+        count = rng.choice((7, 11))
+        costs.observe(1, count, {7: 0.012, 11: 0.017}[count] * rng.lognormvariate(0, 0.02))
+    assert costs.seconds(1, 11) - costs.seconds(1, 7) == pytest.approx(0.005, abs=0.001)
+    # Not verified for some time, it is tried again.
+    for _ in range(300):
+        costs.observe(1, 7, 0.012)
+    assert costs.seconds(1, 11) - costs.seconds(1, 7) < 0.003
 
 
 def decide(

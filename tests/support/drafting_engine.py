@@ -1,0 +1,72 @@
+"""Engines of targets that draft themselves, without a service around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.target.self_drafting import self_drafting
+from services.target.settings import TargetSettings
+from shared.engine.engine import Engine
+from shared.engine.sequence import Sequence as EngineSequence
+from shared.sampling.params import SamplingParams
+from shared.sampling.verifier import verify
+from shared.self_drafting.growth import Growth
+from shared.self_drafting.rounds import SelfDrafting
+from shared.worker.service import load_engine
+
+NUM_TOKENS = 24
+
+
+def engine_of(target: Path, **fields: Any) -> Engine:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "native": "off",
+        "num_blocks": 40,
+        "max_batch_tokens": 40,
+        "copied_tokens": 0,
+    }
+    settings = TargetSettings(model=str(target), **(defaults | fields))
+    return load_engine(settings, verify, lambda model: self_drafting(settings, model))
+
+
+def write(engine: Engine, sequences: Sequence[EngineSequence]) -> list[list[int]]:
+    """Their output, all begun together."""
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    while (outcome := engine.step()) is not None:
+        # Whatever is verified is known to be its own.
+        assert all(gain.num_draft_tokens == len(gain.self_drafted) for gain in outcome.gains)
+    engine.scheduler.check()
+    assert engine.scheduler.is_empty
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+
+
+def sequence(prompt: Sequence[int], **fields: Any) -> EngineSequence:
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+    return EngineSequence(prompt, len(prompt), SamplingParams(**(defaults | fields)), bytes(32), num_steps=1000)
+
+
+def random_prompts(length: int) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randint(1, 257, (length,), generator=generator).tolist()
+
+
+def steps_to(engine: Engine, done: Callable[[], object], most: int = 400) -> int:
+    """Steps until that holds."""
+    for count in range(most):
+        if done():
+            return count
+        assert engine.step() is not None
+    raise AssertionError(f"not within {most} steps")
+
+
+def drafting_of(engine: Engine) -> tuple[SelfDrafting, Growth]:
+    proposer = engine._proposer
+    assert isinstance(proposer, SelfDrafting)
+    assert proposer._growth is not None
+    return proposer, proposer._growth
