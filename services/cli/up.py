@@ -87,7 +87,9 @@ def up(
     if num_drafts == 0 and draft == "copy":
         raise typer.BadParameter("--draft copy is a draft worker's: target workers copy by themselves")
     if num_drafts == 0 and draft != "none" and (head is not None or early_exit is not None):
-        raise typer.BadParameter("with --num-drafts 0 the draft model drafts inside the target workers: no --head there")
+        raise typer.BadParameter(
+            "with --num-drafts 0 the draft model drafts inside the target workers, and nothing else"
+        )
     if not decode and (num_targets == 0 or (prefill and not num_targets)):
         raise typer.BadParameter("there must be workers that decode: --decode, or --num-targets")
     settings = StackSettings(
