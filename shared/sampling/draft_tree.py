@@ -40,13 +40,15 @@ class DraftTree:
         num_steps: int,
         *,
         branching: bool = True,
+        least: float = 0.0,
         likelihood: Callable[[float, int], float] | None = None,
     ) -> None:
-        """Not `branching`, it is a chain. `likelihood`: what to make of a drafter's guess at that depth; None: it is
-        taken as it is."""
+        """Not `branching`, it is a chain. No step looks behind tokens that are accepted less often than `least`.
+        `likelihood`: what to make of a drafter's guess at that depth; None: it is taken as it is."""
         self._num_nodes = num_nodes
         self._num_steps = num_steps
         self._branching = branching
+        self._least = math.log(least) if least > 0 else -math.inf
         self._likelihood = likelihood
         self._nodes: list[_Node] = []
         # Log-likelihoods of those to propose by now, negated, so the best first.
@@ -121,8 +123,10 @@ class DraftTree:
         return True
 
     def _wanted(self) -> list[int]:
+        if self._num_steps <= 0:
+            return []
         known = set(self._computed)
-        return [i for i in self._likeliest() if i not in known][:WIDTH] if self._num_steps > 0 else []
+        return [i for i in self._likeliest() if i not in known and self._nodes[i].logprob > self._least][:WIDTH]
 
     def _likeliest(self) -> list[int]:
         """Indices of the nodes to propose, best first. Who follows another is no likelier, and comes later."""

@@ -31,9 +31,11 @@ class Growth:
         self._clock = clock
         self._calibrations = [Calibration() for _ in range(drafter.most_steps)]
 
-    def tree(self, num_nodes: int, num_steps: int, branching: bool) -> DraftTree:
-        """An empty one."""
-        return DraftTree(num_nodes, num_steps, branching=branching, likelihood=self._likelihood)
+    def tree(self, num_nodes: int, num_steps: int, branching: bool, fixed: bool) -> DraftTree:
+        """An empty one. Not `fixed`, nobody looks behind tokens that are accepted less often than once in `num_nodes`
+        times: what would be found there is hardly worth its row, let alone a step."""
+        least = 0.0 if fixed else 1 / num_nodes
+        return DraftTree(num_nodes, num_steps, branching=branching, least=least, likelihood=self._likelihood)
 
     def grow(self, trees: dict[Sequence, DraftTree], load: int) -> dict[Sequence, TreeDraft]:
         """Grows these, which are empty, of `load` sequences in the step."""

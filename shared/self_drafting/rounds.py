@@ -250,7 +250,8 @@ class SelfDrafting:
             if copies is None:
                 return None
             self._pool.copy_blocks(copies)
-        return self._growth.tree(num_nodes, num_steps, branching=not is_fixed(sequence) or num_nodes > num_steps)
+        fixed = is_fixed(sequence)
+        return self._growth.tree(num_nodes, num_steps, branching=not fixed or num_nodes > num_steps, fixed=fixed)
 
     def _choose(
         self, scheduler: Scheduler, copied: dict[Sequence, CopiedDraft], grown: dict[Sequence, TreeDraft], room: int

@@ -36,9 +36,9 @@ def table(seed: int, vocab_size: int = 7) -> Tensor:
     return (torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2).log_softmax(1)
 
 
-def grow(model: Tensor, last: int, num_nodes: int, num_steps: int) -> tuple[Proposal, int]:
+def grow(model: Tensor, last: int, num_nodes: int, num_steps: int, least: float = 0.0) -> tuple[Proposal, int]:
     """The tree behind `last`, and the steps that it took."""
-    tree, rows, taken = DraftTree(num_nodes, num_steps), [last], 0
+    tree, rows, taken = DraftTree(num_nodes, num_steps, least=least), [last], 0
     while True:
         best = [model[row].topk(min(tree.num_children, model.shape[1])) for row in rows]
         tree.take([tuple(map(Child, each.indices.tolist(), each.values.tolist())) for each in best])
@@ -70,6 +70,23 @@ def test_with_steps_enough_a_tree_holds_the_likeliest_lines(seed: int, num_nodes
             heapq.heappush(heap, (cost - float(model[line[-1] if line else 3, token]), (*line, token)))
     assert lines(found) == set(expected)
     assert taken < 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("least", [0.03, 0.1, 0.3])
+def test_nobody_looks_behind_what_is_hardly_accepted(least: float, seed: int) -> None:
+    model = table(seed)
+    found, taken = grow(model, 3, 30, 100, least)
+
+    def likelihood(line: tuple[int, ...]) -> float:
+        return math.exp(sum(float(model[before, token]) for before, token in zip((3, *line), line, strict=False)))
+
+    for line in lines(found):
+        assert all(likelihood(line[:i]) > least for i in range(1, len(line)))
+    # Behind all others it does.
+    behind = {line[:-1] for line in lines(found)}
+    assert behind >= {line for line in lines(found) if likelihood(line) > least}
+    assert taken <= grow(model, 3, 30, 100)[1]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
