@@ -25,7 +25,7 @@ from tests.benchmarks.report import legend, render, summarize, to_json
 def main() -> None:
     """Exit status 1, with one line on stderr, if anything failed; the numbers themselves fail nothing."""
     options = _parse_options()
-    plan = Plan(streams=tuple(options.streams), repeats=options.repeats, num_tokens=options.num_tokens)
+    plan = Plan(tuple(options.streams), options.repeats, options.num_tokens, options.inside)
     names = PAIR_NAMES if options.pair == "both" else (options.pair,)
     machine = this_machine()
     results, summaries = [], []
@@ -66,6 +66,7 @@ def _parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=_positive, default=3, help="Medians are over this many; default 3.")
     parser.add_argument("--num-tokens", type=_positive, default=128, help="Output tokens a stream; default 128.")
+    parser.add_argument("--inside", action="store_true", help="The draft model inside the target worker.")
     parser.add_argument(
         "--json", type=Path, default=Path("build/bench.json"), help="Where every number goes; default build/bench.json."
     )

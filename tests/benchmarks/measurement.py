@@ -46,11 +46,13 @@ Turn = list[LoadResult]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured on each pair: `num_tokens` output tokens a stream, `repeats` of everything."""
+    """What is measured on each pair: `num_tokens` output tokens a stream, `repeats` of everything; with the draft model
+    `inside` the target worker, or on a draft worker."""
 
     streams: tuple[int, ...]
     repeats: int
     num_tokens: int
+    inside: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -106,6 +108,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     settings = StackSettings(
         target=str(pair.target),
         draft=str(pair.draft),
+        num_drafts=0 if plan.inside else 1,
         port=0,
         dtype="bfloat16",
         environment={"target-0": COPYING_NOTHING, "draft": MODEL_ALONE},  # all modes have the same prompts
@@ -113,7 +116,7 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     async with (
         Stack(settings) as stack,
         inference(stack) as stub,
-        second_router(stack, ["target-0"], ["draft"]) as fixed_stub,
+        second_router(stack, ["target-0"], [] if plan.inside else ["draft"]) as fixed_stub,
     ):
         stubs = Stubs(stub, fixed_stub)
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())

@@ -26,13 +26,16 @@ class Memory:
 
 
 async def measure_memory(stack: Stack, pair: Pair) -> dict[str, Memory]:
-    """By process, of the target worker and the draft, that serve the pair in bf16."""
+    """By process, of the target worker and the draft, that serve the pair in bf16; the KV cache is the model's own."""
+    sources = {"target-0": [pair.target], "draft": [pair.draft]}
+    if "draft" not in stack.processes:
+        sources = {"target-0": [pair.target, pair.draft]}
     found = {}
-    for name, source in (("target-0", pair.target), ("draft", pair.draft)):
+    for name, models in sources.items():
         pid = stack.processes[name].pid
         assert pid is not None
         info = await worker_info(stack, name)
-        weights, kv_cache = 2 * _num_weights(source), info.num_blocks * info.block_bytes
+        weights, kv_cache = 2 * sum(map(_num_weights, models)), info.num_blocks * info.block_bytes
         found[name] = Memory(resident(pid), weights / _MIB, kv_cache / _MIB)
     return found
 

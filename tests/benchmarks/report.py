@@ -109,6 +109,7 @@ def render(summary: Summary) -> Group:
 def legend(plan: Plan, machine: Machine) -> Text:
     """What is needed to read the tables."""
     lengths = f"{PROMPT_TOKENS} prompt and {plan.num_tokens} output tokens a stream, bf16, greedy; TTFT in ms"
+    lengths += "; the draft model inside the target worker" if plan.inside else ""
     return Text(f"{lengths}; medians of {plan.repeats}, ratios taken within each repeat.\n{machine}", "dim")
 
 

@@ -4,6 +4,9 @@ One stream with a fixed γ in turns with γ = 1 and plain decoding, every reques
 behind the first adds; verifying is a plain step of this run, and what γ more tokens add to it by the measurement at
 warm-up. What is left is what a round takes for being one over a network, and tracing.
 
+With `--inside` the draft model is in the target worker, where a round has no spans: it is held against plain steps and
+rounds of one draft token, as they are seen by the client.
+
 python -m tests.benchmarks.rounds --pair synthetic --gamma 4
 """
 
@@ -13,7 +16,7 @@ import argparse
 import asyncio
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -33,7 +36,7 @@ from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
 from tests.benchmarks.model_pair import PAIR_NAMES, Pair, load_pair
 from tests.benchmarks.worker_info import worker_info
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
-from tests.support.service import MODEL_ALONE, inference
+from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
 _NUM_TOKENS = 128
 _WARM_UPS = 2
@@ -120,6 +123,40 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
     return parts_of(spans, gamma, draft_step, verify_step)
 
 
+async def _measure_inside(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
+    settings = StackSettings(
+        target=str(pair.target),
+        draft=str(pair.draft),
+        num_drafts=0,
+        port=0,
+        dtype="bfloat16",
+        environment={"target-0": COPYING_NOTHING},
+    )
+    modes = {0: OFF, 1: Mode(True, Shape(1)), gamma: Mode(True, Shape(gamma))}
+    seconds: dict[int, list[float]] = {each: [] for each in modes}
+    async with Stack(settings) as stack, inference(stack) as stub:
+        for turn in range(_WARM_UPS + num_requests):
+            for each, mode in modes.items():
+                load = await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
+                if turn >= _WARM_UPS:
+                    seconds[each].append((load.seconds - load.ttft_seconds[0]) / (load.rounds or _NUM_TOKENS - 1))
+        target = await _costs(stack)
+        check_undisturbed(stack)
+    return parts_inside({each: median(its) for each, its in seconds.items()}, gamma, target)
+
+
+def parts_inside(rounds: Mapping[int, float], gamma: int, costs: StepCosts) -> list[Part]:
+    """`rounds`: seconds of those of so many draft tokens, 0, 1 and γ."""
+
+    def verifying(num_draft_tokens: int) -> float:
+        return rounds[0] + costs.seconds(num_draft_tokens + 1) - costs.seconds(1)
+
+    draft_step = (rounds[gamma] - verifying(gamma) - (rounds[1] - verifying(1))) / (gamma - 1)
+    steps = {"drafting": gamma * draft_step, "verifying": verifying(gamma)}
+    rest = rounds[gamma] - sum(steps.values())
+    return [*(Part(name, each, each) for name, each in steps.items()), Part("around them", rest)]
+
+
 def _complete(receiver: OtlpReceiver) -> bool:
     """Whether the last spans of every round are here; plain steps have some of the same name."""
     rounds = {span.span_id for span in receiver.named("round")}
@@ -155,12 +192,14 @@ def main() -> None:
     )
     parser.add_argument("--pair", choices=PAIR_NAMES, default="synthetic", help="Which models; default synthetic.")
     parser.add_argument("--gamma", type=int, default=4, help="Draft tokens of every round, at least 2; default 4.")
+    parser.add_argument("--inside", action="store_true", help="The draft model inside the target worker.")
     parser.add_argument("--requests", type=int, default=10, help="How many, one after another; default 10.")
     options = parser.parse_args()
     if options.gamma < 2:
         parser.error(f"--gamma is {options.gamma}: what a draft step takes is seen from 2 on")
     try:
-        parts = asyncio.run(_measure(load_pair(options.pair), options.gamma, options.requests))
+        measuring = _measure_inside if options.inside else _measure
+        parts = asyncio.run(measuring(load_pair(options.pair), options.gamma, options.requests))
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench-rounds: {error}")
     console = Console()

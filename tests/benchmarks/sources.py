@@ -3,7 +3,8 @@
 One stream of the demo target, by prose (docstrings), code and text that repeats itself (code that is begun once more),
 at temperature 0 and 1. Every way of drafting in turns by the same prompts, each as a tenant of its own (what one
 generated another could copy), in a stack that has everything at once: a draft worker with its model and copies, and a
-target with a head and copies. Further heads have a stack each, and so has a target that does nothing but copy.
+target with a head and copies. Further heads have a stack each, and so have a target with the draft model inside and one
+that does nothing but copy.
 
 python -m tests.benchmarks.sources --turns 8
 """
@@ -65,6 +66,13 @@ WAYS = [
     Way("all, what pays"),
 ]
 WITH_A_HEAD = [way for way in WAYS if way.gamma == 0 or way.sources == (_TARGET,)]
+INSIDE = [
+    Way("off", gamma=0),
+    Way("model inside, 4", (_TARGET,), 4),
+    Way("model inside, tree of 10", (_TARGET,), 4, 10),
+    Way("model inside, what pays", (_TARGET,)),
+    Way("model inside and copies, what pays"),
+]
 COPYING = [
     Way("off", gamma=0),
     Way("copies in the target, 8", (_SUFFIX,), 8),
@@ -203,6 +211,7 @@ def main() -> None:
     found: dict[str, dict[str, Cell]] = {}
     try:
         stacks = {"all": (StackSettings(port=0, head=str(DEMO_HEADS / "eagle3")), WAYS)}
+        stacks["inside"] = StackSettings(port=0, num_drafts=0), INSIDE
         stacks["copies"] = StackSettings(port=0, draft=None), COPYING
         for head in [DEMO_HEADS / "medusa", *options.heads]:
             stacks[head.name] = StackSettings(port=0, draft=None, head=str(head)), WITH_A_HEAD

@@ -293,4 +293,5 @@ def test_the_tables_fit_a_terminal_and_the_json_has_every_number() -> None:
     assert [each["seconds"] for each in loads[:2]] == [1.0, 2.0]
     fixed_shapes = [*([gamma, 0] for gamma in range(1, 9)), [3, 11]]
     assert [each["fixed"] for each in loads] == [None, None, *fixed_shapes, None, None]
-    assert written["plan"] == {"prompt_tokens": 128, "streams": [1, 32], "repeats": 1, "num_tokens": 128}
+    lengths = {"prompt_tokens": 128, "num_tokens": 128}
+    assert written["plan"] == {**lengths, "streams": [1, 32], "repeats": 1, "inside": False}

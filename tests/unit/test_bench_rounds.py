@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shared.policy.step_costs import StepCosts
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.rounds import Part, drafting_seconds, parts_of
+from tests.benchmarks.rounds import Part, drafting_seconds, parts_inside, parts_of
 from tests.support.otlp import ReceivedSpan
 
 MS = 1_000_000
@@ -62,3 +63,15 @@ def test_what_drafting_takes_is_told_apart_by_the_number_of_tokens() -> None:
     assert drafting_seconds(spans, 1) == pytest.approx(0.008)
     with pytest.raises(BenchmarkError, match="no proposal of 2"):
         drafting_seconds(spans, 2)
+
+
+def test_rounds_inside_a_target_are_told_apart_by_those_of_one_draft_token() -> None:
+    # 20 ms and one for each row more, 3 for each draft token, and 2 around all.
+    costs = StepCosts([(1, 0.010), (2, 0.011), (5, 0.014)])
+    parts = parts_inside({0: 0.020, 1: 0.021 + 0.003 + 0.002, 4: 0.024 + 0.012 + 0.002}, 4, costs)
+    assert {part.name: round(part.seconds * 1e3, 6) for part in parts} == {
+        "drafting": 12.0,
+        "verifying": 24.0,
+        "around them": 2.0,
+    }
+    assert sum(part.steps for part in parts) == pytest.approx(0.036)

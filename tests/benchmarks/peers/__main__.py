@@ -30,7 +30,12 @@ from tests.benchmarks.peers.engine import run_engine
 from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
 PEERS = ("openvino", "vllm")
-_OURS = {"outrider, off": OFF, "outrider, on": ON}
+# With a draft worker, and with the draft model inside the target worker.
+_OURS = {
+    "outrider, off": (False, OFF),
+    "outrider, on": (False, ON),
+    "outrider, on, draft inside": (True, ON),
+}
 # A load of one stream is short: several make a measurement.
 _LEAST_STREAMS = 4
 # Loads before those that count: of the service so many that γ settles.
@@ -63,25 +68,17 @@ async def measure(
                 show.print(f"starting {kind}, {'with' if drafts else 'without'} a draft model")
                 engine = await exits.enter_async_context(run_engine(kind, interpreter, pair, drafts, quantize))
                 runs[engine.name] = lambda prompts, engine=engine: engine.load(prompts, num_tokens)  # type: ignore[misc]
-        show.print("starting the service")
-        settings = StackSettings(
-            target=str(pair.target),
-            draft=str(pair.draft),
-            port=0,
-            dtype="bfloat16",
-            environment={
-                "target-0": {"OUTRIDER_TARGET_QUANTIZE": quantize, **COPYING_NOTHING},
-                "draft": {"OUTRIDER_DRAFT_QUANTIZE": quantize, **MODEL_ALONE},
-            },
-        )
-        stack = await exits.enter_async_context(Stack(settings))
-        stub = await exits.enter_async_context(inference(stack))
+        stacks, stubs = {}, {}
+        for inside in (False, True):
+            show.print(f"starting the service, {'draft inside' if inside else 'with a draft worker'}")
+            stacks[inside] = await exits.enter_async_context(Stack(_settings(pair, quantize, inside)))
+            stubs[inside] = await exits.enter_async_context(inference(stacks[inside]))
 
-        async def run_ours(prompts: Sequence[list[int]], mode: Mode) -> float:
-            return (await run_load(stub, prompts, num_tokens, mode)).seconds
+        async def run_ours(prompts: Sequence[list[int]], inside: bool, mode: Mode) -> float:
+            return (await run_load(stubs[inside], prompts, num_tokens, mode)).seconds
 
-        for name, mode in _OURS.items():
-            runs[name] = lambda prompts, mode=mode: run_ours(prompts, mode)  # type: ignore[misc]
+        for name, which in _OURS.items():
+            runs[name] = lambda prompts, which=which: run_ours(prompts, *which)  # type: ignore[misc]
         speeds: dict[int, Speeds] = {}
         for count in streams:
             speeds[count] = {name: [] for name in runs}
@@ -102,15 +99,27 @@ async def measure(
                 for name, taken in seconds.items():
                     speeds[count][name].append(num_loads * count * num_tokens / taken)
                 show.print(", ".join(f"{name}: {each[-1]:.1f}" for name, each in speeds[count].items()))
-        check_undisturbed(stack)
+        for stack in stacks.values():
+            check_undisturbed(stack)
     return speeds
+
+
+def _settings(pair: Pair, quantize: Quantize, inside: bool) -> StackSettings:
+    target = {"OUTRIDER_TARGET_QUANTIZE": quantize, "OUTRIDER_TARGET_DRAFT_QUANTIZE": quantize, **COPYING_NOTHING}
+    return StackSettings(
+        target=str(pair.target),
+        draft=str(pair.draft),
+        num_drafts=0 if inside else 1,
+        port=0,
+        dtype="bfloat16",
+        environment={"target-0": target, "draft": {"OUTRIDER_DRAFT_QUANTIZE": quantize, **MODEL_ALONE}},
+    )
 
 
 def best_over_best(speeds: Speeds) -> list[float]:
     """Repeat by repeat, the faster of the service's modes over the fastest of all others'."""
-    names = [name for name in speeds if name not in _OURS]
-    repeats = range(len(speeds[names[0]]))
-    return [max(speeds[name][i] for name in _OURS) / max(speeds[name][i] for name in names) for i in repeats]
+    ours, theirs = ([each for name, each in speeds.items() if (name in _OURS) == own] for own in (True, False))
+    return [max(us) / max(them) for us, them in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)]
 
 
 def render(title: str, speeds: dict[int, Speeds]) -> Table:
