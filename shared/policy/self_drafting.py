@@ -43,6 +43,10 @@ class _Goodput:
     def step_seconds(self) -> float:
         return self._seconds / self.num_steps if self.num_steps else 0.0
 
+    def charge(self, seconds: float) -> None:
+        """So much time was spent for later steps."""
+        self._seconds += seconds
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         keep = 1 - 1 / _MEMORY_STEPS
         self.num_steps = self.num_steps * keep + 1
@@ -60,6 +64,8 @@ class _Load:
         # trial, and of the other one in the steps before. What they brought at other times says nothing beside it:
         # a machine is faster or slower from one minute to the next, and texts are others.
         self._log_gain: float | None = None
+        # Spent since the last trial so that drafts could be tried.
+        self.following = 0.0
         # Of a trial of the other way so many steps are still to be seen, and so many may be begun for that.
         self.num_left = 0
         self.num_begun = 0
@@ -135,6 +141,15 @@ class SelfDraftingPolicy:
         at = self._at(load)
         return at.drafts or at.num_left > 0 or at.is_due
 
+    def observe_following(self, load: int, seconds: float) -> None:
+        """The drafter took that long to take in what it lacked of some of `load` sequences."""
+        at = self._at(load)
+        at.seconds += seconds
+        if at.drafts:
+            at.drafting.charge(seconds)
+        else:
+            at.following += seconds
+
     def goes_on(self, num_growing: int, load: int, prospect: float) -> bool:
         """Whether a further step of the drafter for so many of `load` sequences pays, that finds tokens behind others
         which are accepted so often, all sequences' together."""
@@ -194,14 +209,15 @@ class SelfDraftingPolicy:
         lost = max(0.0, 1 - at.times(not at.drafts))
         trial = _TRIAL_STEPS * max(at.drafting.step_seconds, at.plain.step_seconds)
         at.patience = trial * _LEAST_TRIALS_APART
-        at.apart = max(trial * lost / _TRIAL_SHARE, at.patience)
-        at.next_trial = at.seconds + at.apart
+        at.apart = max((trial * lost + at.following) / _TRIAL_SHARE, at.patience)
+        at.next_trial, at.following = at.seconds + at.apart, 0.0
 
     def _postpone(self, at: _Load) -> None:
         """It came to nothing: there was nothing to be seen, or nobody to try it with."""
         at.num_left = 0
         at.patience = max(at.patience, _TRIAL_STEPS * at.of(at.drafts).step_seconds * _LEAST_TRIALS_APART)
-        at.next_trial = at.seconds + max(at.apart, at.patience)
+        at.next_trial = at.seconds + max(at.apart, at.patience, at.following / _TRIAL_SHARE)
+        at.following = 0.0
 
     def _price(self, load: int) -> float:
         """Tokens that a second is worth."""

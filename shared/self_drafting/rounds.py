@@ -161,13 +161,14 @@ class SelfDrafting:
         """Has the drafter take in what it lacks of those that are to have drafts of it."""
         if self._growth is None or not sequences:
             return
-        expected = self._policy.follows(load)
+        expected, began = self._policy.follows(load), self._clock()
+        followed = [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
         try:
-            self._growth.drafter.follow(
-                [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
-            )
+            self._growth.drafter.follow(followed)
         except Exception as error:
             self._drafter_failed(error)
+        if any(not is_fixed(each) for each in followed):
+            self._policy.observe_following(load, self._clock() - began)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what

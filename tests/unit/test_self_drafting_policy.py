@@ -158,6 +158,34 @@ def test_a_further_step_of_the_drafter_must_bring_what_its_time_is_worth() -> No
     assert not policy.goes_on(1, 8, 1.59)
 
 
+def serve_some(policy: SelfDraftingPolicy, gain: int, taking_in: float, num_tokens: int) -> tuple[float, float]:
+    """Of 60 s of steps of 10 ms the share with drafts, which bring `gain` tokens instead of one, and of which taking a
+    sequence in, all `num_tokens` of its tokens, takes so long; and the share of time that went into that."""
+    seconds = spent = drafted = steps = 0.0
+    left, taken_in = 0.0, False
+    while seconds < 60:
+        if left <= 0:
+            left, taken_in = float(num_tokens), False
+        if policy.follows(1) and not taken_in:
+            policy.observe_following(1, taking_in)
+            seconds, spent, taken_in = seconds + taking_in, spent + taking_in, True
+        drafts = policy.drafts(1) and taken_in
+        brought = gain if drafts else 1
+        policy.observe(1, drafts, brought, 0.01)
+        seconds, steps, left, drafted = seconds + 0.01, steps + 1, left - brought, drafted + drafts
+    return drafted / steps, spent / seconds
+
+
+def test_what_a_drafter_takes_in_has_its_price() -> None:
+    # 100 tokens take a second, or half of it with drafts.
+    share, _ = serve_some(SelfDraftingPolicy(flat()), 2, 0.1, 100)
+    assert share > 0.9
+    for taking_in in (0.5, 0.9):
+        share, spent = serve_some(SelfDraftingPolicy(flat()), 2, taking_in, 100)
+        assert share < 0.05
+        assert spent < 0.05
+
+
 def test_of_what_a_further_step_promises_as_much_counts_as_was_found_by_others() -> None:
     policy = SelfDraftingPolicy(flat())
     policy.observe_drafting(1, 0.002)
