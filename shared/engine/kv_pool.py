@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,6 +54,8 @@ class KVPool:
         self._rows = self.data.view(num_blocks * shape.num_layers * 2, -1)
         self.beside: KVPool | None = None
         """What a smaller model keeps of the same positions, in blocks of the same numbers."""
+        self.on_copied: Callable[[Iterable[int]], object] = lambda _: None
+        """Is told which blocks others were copied to."""
 
     def add_beside(self, shape: KVShape, dtype: torch.dtype) -> None:
         self.beside = KVPool(shape, self.num_blocks, self.block_size, dtype, self.data.device)
@@ -120,6 +122,7 @@ class KVPool:
         if copies:
             sources, destinations = zip(*copies, strict=True)
             self.data[list(destinations)] = self.data[list(sources)]
+            self.on_copied(destinations)
             if self.beside is not None:
                 self.beside.copy_blocks(copies)
 

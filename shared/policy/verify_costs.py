@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,15 +25,19 @@ _ROWS_FORGOTTEN: Final = 0.01
 
 @dataclass(slots=True)
 class _Learnt:
-    """`ratio`: of a plain step to what its size says, as a logarithm. `extra`: seconds of verifying beyond its rows,
-    and `by_rows` beside it of about so many: where arithmetic bounds them, they do not become faster when memory
-    does."""
+    """`ratio`: of a plain step to what its size says, as a logarithm; `by_rows`: beside it of those that verify, by
+    about how many rows they have: where arithmetic bounds them, they do not become faster when memory does. `extra`:
+    seconds of verifying beyond its rows."""
 
     ratio: float = 0.0
     num_plain: int = 0
     num_verified: int = 0
     extra: float = 0.0
     by_rows: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def forget(self, sizes: Iterable[int], share: float) -> None:
+        for size in sizes:
+            self.by_rows[size] *= 1 - share
 
 
 class VerifyCosts:
@@ -49,7 +54,9 @@ class VerifyCosts:
     def seconds(self, load: int, num_draft_tokens: int) -> float:
         at = self._at(load)
         seconds = math.exp(at.ratio) * self._costs.seconds(load + num_draft_tokens)
-        return seconds + at.extra + at.by_rows[_size_of(load + num_draft_tokens)] if num_draft_tokens else seconds
+        if num_draft_tokens == 0:
+            return seconds
+        return seconds * math.exp(at.by_rows[_size_of(load + num_draft_tokens)]) + at.extra
 
     def row_seconds(self, load: int) -> float:
         """What a row more of each sequence takes, each."""
@@ -67,14 +74,14 @@ class VerifyCosts:
             at.num_plain += 1
             at.ratio += max(_WEIGHT, 1 / (at.num_plain + _NUM_PRIOR)) * error
             at.extra *= 1 - _FORGOTTEN
+            at.forget(at.by_rows.keys(), _FORGOTTEN)
             return
         at.num_verified += 1
-        learnt = max(_WEIGHT, 1 / (at.num_verified + _NUM_PRIOR)) * error * expected
-        at.extra = max(0.0, at.extra + learnt)
+        learnt = max(_WEIGHT, 1 / (at.num_verified + _NUM_PRIOR)) * error
+        at.extra = max(0.0, at.extra + learnt * expected)
         size = _size_of(load + num_draft_tokens)
         at.by_rows[size] += learnt
-        for other in at.by_rows.keys() - {size}:
-            at.by_rows[other] *= 1 - _ROWS_FORGOTTEN
+        at.forget(at.by_rows.keys() - {size}, _ROWS_FORGOTTEN)
 
     def _at(self, load: int) -> _Learnt:
         bucket = nearest_power(load)

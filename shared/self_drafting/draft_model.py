@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -48,6 +49,7 @@ class DraftModel:
         self._computed: WeakKeyDictionary[Sequence, _Computed] = WeakKeyDictionary()
         # Full blocks that hold KV of all that they are found by.
         self._full: dict[int, bytes] = {}
+        runner.pool.on_copied = self._forget
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """It needs nothing but the tokens."""
@@ -71,6 +73,11 @@ class DraftModel:
 
     def extend(self, growing: List[Growing]) -> Tensor:
         return run_newest(self._runner, growing)
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Something else is in them."""
+        for block in blocks:
+            self._full.pop(block, None)
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether its context has room for what is drafted."""
@@ -98,8 +105,7 @@ class DraftModel:
             tokens += sequence.token_ids[start:end]
             rows.append(len(tokens) - 1)
             # Trees are computed there, too, and whatever is behind.
-            for block in sequence.block_table[start // self._block_size :]:
-                self._full.pop(block, None)
+            self._forget(sequence.block_table[start // self._block_size :])
         tables = [sequence.block_table for sequence, _ in ends]
         logits = self._runner.run_packed(tokens, starts, lengths, tables, rows if samples else ())
         for (sequence, end), start in zip(ends, starts, strict=True):

@@ -169,6 +169,12 @@ def test_what_others_wrote_over_is_computed_again() -> None:
     fourth.block_table, fourth.block_hashes = [7, 3], [b"ones"]
     draft.begin([fourth])
     assert runner.ran[3:] == [(16, 1)]
+    # So is what was copied over.
+    runner.pool.copy_blocks([(5, 7)])
+    fifth = sequence([1] * 17)
+    fifth.block_table, fifth.block_hashes = [7, 4], [b"ones"]
+    draft.begin([fifth])
+    assert runner.ran[4:] == [(0, 17)]
 
 
 def test_what_was_decoded_plainly_is_taken_in_once_drafts_are_to_come(tmp_path: Path) -> None:
@@ -217,6 +223,18 @@ def test_a_draft_of_another_shape(tmp_path: Path) -> None:
     engine = engine_of(target, draft=str(draft), num_blocks=14)
     for wanted in (FIXED, TREE, SelfDraft()):
         assert write(engine, [sequence(each, self_draft=wanted) for each in asked]) == expected
+
+
+def test_ids_that_the_draft_does_not_have(tmp_path: Path) -> None:
+    target, draft = tiny_llama(tmp_path / "target", vocab_size=300), tiny_llama(tmp_path / "draft", hidden_size=32)
+    fields: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "logit_bias": {280: 4.0, 290: -3.0}}
+    prompts = [[290, 299, *next(random_prompts(20))], next(random_prompts(33))]
+    expected = write(engine_of(target), [sequence(each, **fields) for each in prompts])
+    assert any(token > 256 for text in expected for token in text)
+    engine = engine_of(target, draft=str(draft))
+    for wanted in (FIXED, TREE, SelfDraft()):
+        assert write(engine, [sequence(each, self_draft=wanted, **fields) for each in prompts]) == expected
+    assert engine.drafts_with == "model"
 
 
 def test_memory_for_kv_is_that_of_both(tmp_path: Path) -> None:

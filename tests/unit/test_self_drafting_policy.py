@@ -214,6 +214,23 @@ def test_rows_that_arithmetic_bounds_are_told_from_those_that_memory_does() -> N
     assert costs.seconds(1, 11) - costs.seconds(1, 7) < 0.003
 
 
+@pytest.mark.parametrize("slower", [1.5, 3.0, 10.0])
+def test_costs_stay_costs_whatever_the_machine_does(slower: float) -> None:
+    """Slow while steps are plain, fast while they verify, and fast again while they are plain."""
+    costs = VerifyCosts(StepCosts([(1, 0.01), (2, 0.0105), (4, 0.011), (8, 0.012), (16, 0.014)]))
+    for _ in range(100):
+        costs.observe(1, 0, 0.01 * slower)
+    for _ in range(100):
+        costs.observe(1, 4, 0.011)
+    for _ in range(100):
+        costs.observe(1, 0, 0.01)
+    assert costs.seconds(1, 4) > 0
+    # And a few steps put it right.
+    for _ in range(100):
+        costs.observe(1, 4, 0.011)
+    assert costs.seconds(1, 4) == pytest.approx(0.011, rel=0.1)
+
+
 def decide(
     policy: SelfDraftingPolicy, extra: float, likelihood: float, num_steps: int, seed: int = 1
 ) -> tuple[float, float]:

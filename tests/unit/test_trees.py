@@ -20,6 +20,7 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.settings import Native
 from shared.prefix.block_hash import root_hash
 from shared.sampling.filters import adjust_logits
 from shared.sampling.params import SamplingParams
@@ -101,36 +102,51 @@ def test_each_token_attends_to_its_own_line(instruction_set: str, seed: int, fea
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def tree_logits(runner: ModelRunner, tokens: list[int], proposal: Proposal, table: list[int]) -> Tensor:
-    """All but the last of `tokens` computed before; then that and the tree."""
+def tree_logits(
+    runner: ModelRunner, tokens: list[int], proposal: Proposal, table: list[int], sizes: tuple[int, ...] = ()
+) -> Tensor:
+    """All but the last of `tokens` computed before; then that and the tree, or so many of its tokens, and more behind
+    them in steps of their own, as it is when it grows."""
     start = len(tokens) - 1
     if start:
         runner.run_packed(tokens[:start], [0], [start], [table], [])
-    rows = range(1 + len(proposal))
-    return runner.run_packed(
-        [tokens[start], *proposal.token_ids], [start], [len(rows)], [table], rows, [proposal.parents]
-    )
+    new, logits, first = [tokens[start], *proposal.token_ids], [], 0
+    for size in (*sizes, len(proposal)):
+        rows = new[first : size + 1]
+        grown = [proposal.parents[:size]]
+        logits.append(runner.run_packed(rows, [start + first], [len(rows)], [table], range(len(rows)), grown))
+        first = size + 1
+    return torch.cat(logits)
 
 
+# Of 14 tokens: all at once, or level by level.
+GROWN = [(), (3,), (2, 5, 9)]
+
+
+@pytest.mark.parametrize("sizes", GROWN)
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt_oss", "gpt2"])
-def test_a_trees_logits_are_those_of_transformers_for_each_line(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_a_trees_logits_are_those_of_transformers_for_each_line(
+    kernels: Native, family: str, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
     tiny_checkpoint(family, tmp_path, seed=1)
-    model, rng = CausalLM.load(str(tmp_path), "cpu", "float32"), random.Random(1)
+    model, rng = CausalLM.load(str(tmp_path), "cpu", "float32", kernels), random.Random(1)
     for length in (1, 2, 15, 30, 61):
         tokens = [rng.randrange(1, model.vocab_size) for _ in range(length)]
         proposal = tree_around(rng, (), 14, model.vocab_size)
         pool = KVPool(model.kv_shape, 12, 8, model.dtype, model.device)
-        got = tree_logits(ModelRunner(model, pool), tokens, proposal, list(range(11, -1, -1)))
+        got = tree_logits(ModelRunner(model, pool), tokens, proposal, list(range(11, -1, -1)), sizes)
         for row in range(len(got)):
             line = [proposal.token_ids[i] for i in proposal.lineage(row)]
             expected = model.reference_logits(torch.tensor([*tokens, *line]))[-1]
             torch.testing.assert_close(got[row], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("sizes", GROWN)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma 2", "gemma 3, tied"])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_a_trees_logits_are_those_of_its_lines_to_the_bit(
-    instruction_set: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instruction_set: str, name: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rng = native(checkpoint(FAMILIES[name], tmp_path), instruction_set, monkeypatch), random.Random(2)
     model.pack()
@@ -138,7 +154,7 @@ def test_a_trees_logits_are_those_of_its_lines_to_the_bit(
         tokens = [rng.randrange(203) for _ in range(length)]
         proposal, table = tree_around(rng, (), 12, 203), rng.sample(range(70), 70)
         runner = ModelRunner(model, KVPool(model.kv_shape, 70, 8, model.dtype, model.device))
-        got = tree_logits(runner, tokens, proposal, table)
+        got = tree_logits(runner, tokens, proposal, table, sizes)
         for row in range(len(got)):
             line = [proposal.token_ids[i] for i in proposal.lineage(row)]
             alone = runner.run_packed([*tokens, *line], [0], [length + len(line)], [table], [length + len(line) - 1])

@@ -113,7 +113,11 @@ class AttentionGroup:
             blocks, width = self.blocks, self.blocks.shape[1]
             positions = np.arange(width * block_size)[None]
             if sliding_window is not None:
-                first = np.maximum(self.starts - sliding_window + 1, 0) // block_size
+                begins = self.starts.copy()
+                for tree in self.trees:
+                    # What grows in several steps lies further on than it stands in the text.
+                    begins[tree.row] = min(begins[tree.row], tree.first)
+                first = np.maximum(begins - sliding_window + 1, 0) // block_size
                 last = (self.starts + self.query_positions.shape[1] - 1) // block_size
                 reached = int(min((last - first).max() + 1, width))
                 if reached < width:
