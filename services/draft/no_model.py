@@ -28,6 +28,7 @@ class NoModel(CausalLM):
         self.vocab_size = (1 << 31) - 1
         self.eos_token_ids = frozenset()
         self.kv_shape = KVShape(1, 1, 1, 1)
+        self.kv_beside = None
         self.max_context = _MAX_CONTEXT
         self.kernels = self._triton = None
 
