@@ -39,13 +39,14 @@ _DRAFT_MEMORY_SHARE = 0.2
 class StackSettings:
     """What the stack is made of.
 
-    `draft` None leaves the drafter out; "none" is one without a model. With `num_drafts` 0 that model drafts inside the
-    target workers; or `head` does, or the first `early_exit` layers. With `num_prefill` and `num_decode` the target
-    workers are two pools, and `num_targets` more that do either (None: one, or beside pools none). With `prefix_store`
-    the stack's Redis keeps prefix blocks themselves, too; with `certs`, a folder that `outrider certs` filled, all
-    connections are TLS. `host` and `port` are the router's (0 picks a free one); workers listen on free ports of the
-    loopback alone. Options left None are each service's own to settle, from the environment or its default;
-    `environment` adds to it for single processes, by name ("router", "draft", "target-0", ...).
+    `draft` None leaves the drafter out; "none" is one without a model. With `num_drafts` 0 the model `draft` runs
+    inside the target workers; or a `head` drafts there, or their first `early_exit` layers. With `num_prefill` and
+    `num_decode` the target workers are two pools, and `num_targets` more that do either (None: one, or beside pools
+    none). With `prefix_store` the stack's Redis keeps prefix blocks themselves, too; with `certs`, a folder that
+    `outrider certs` filled, all connections are TLS. `host` and `port` are the router's (0 picks a free one); workers
+    listen on free ports of the loopback alone. Options left None are each service's own to settle, from the
+    environment or its default; `environment` adds to it for single processes, by name ("router", "draft", "target-0",
+    ...).
     """
 
     target: str = str(DEMO_TARGET)
@@ -190,8 +191,8 @@ class Stack:
             if source is not None and source != NO_MODEL:
                 check_source(source)
         targets = self._targets()
-        drafts = [] if settings.draft is None else ["draft", *(f"draft-{i}" for i in range(1, settings.num_drafts))]
-        drafts = drafts[: settings.num_drafts]
+        num_drafts = 0 if settings.draft is None else settings.num_drafts
+        drafts = ["draft" if i == 0 else f"draft-{i}" for i in range(num_drafts)]
         workers = drafts + targets
         address = {
             name: f"{LOOPBACK}:{port}" for name, port in zip(workers, free_ports(LOOPBACK, len(workers)), strict=True)
