@@ -9,7 +9,7 @@ from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
-from shared.engine.self_test import self_test, try_captured
+from shared.engine.self_test import self_test
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.self_drafting.copies import Copies
 from shared.self_drafting.draft_model import DraftModel
@@ -64,8 +64,22 @@ def _make_drafter(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
     if settings.head is not None:
         return load_head(settings.head, model)
     if num_layers is not None:
-        return lambda engine: EarlyExit(engine.model, engine.pool, num_layers)
+        return _exit_early(num_layers)
     return None
+
+
+def _exit_early(num_layers: int) -> Callable[[Engine], SelfDrafter]:
+    def make(engine: Engine) -> SelfDrafter:
+        model = engine.model
+        if num_layers >= model.num_layers:
+            raise StartupError(
+                f"early_exit is {num_layers}: it must be below the {model.num_layers} layers of {model.name}"
+            )
+        runner = ModelRunner(model.first_layers(num_layers), engine.pool)
+        engine.capture_steps(runner)
+        return EarlyExit(runner)
+
+    return make
 
 
 def _load_draft(source: str, settings: TargetSettings, target: CausalLM) -> Callable[[Engine], SelfDrafter]:
@@ -79,8 +93,7 @@ def _load_draft(source: str, settings: TargetSettings, target: CausalLM) -> Call
         assert engine.pool.beside is not None
         runner = ModelRunner(model, engine.pool.beside)
         self_test(model, runner)
-        if engine.scratch_block is not None and model.attention_kernels is not None:
-            try_captured(model, runner, engine.scratch_block)
+        engine.capture_steps(runner)
         return DraftModel(runner)
 
     return make

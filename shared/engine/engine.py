@@ -110,7 +110,7 @@ class Engine:
         host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
         # Captured steps fill themselves up in a block that is nobody's.
         has_scratch = isinstance(model.attention_kernels, TritonKernels) and num_blocks > 1
-        self.scratch_block = num_blocks - 1 if has_scratch else None
+        self._scratch_block = num_blocks - 1 if has_scratch else None
         num_usable = num_blocks - has_scratch
         self.blocks = BlockPool(num_usable, host)
         self.scheduler = Scheduler(self.blocks, self.block_size, settings.max_batch_tokens, settings.max_sequences)
@@ -134,9 +134,14 @@ class Engine:
         Raises StartupError if the model cannot be served.
         """
         self_test(self.model, self._runner)
-        if self.scratch_block is not None and self.model.attention_kernels is not None:
-            try_captured(self.model, self._runner, self.scratch_block)
+        self.capture_steps(self._runner)
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
+
+    def capture_steps(self, runner: ModelRunner) -> None:
+        """Has steps of that one, over blocks of this engine's numbers, replayed as graphs where they can be; before
+        anything is served."""
+        if self._scratch_block is not None and runner.model.attention_kernels is not None:
+            try_captured(runner.model, runner, self._scratch_block)
 
     def draft_by(self, proposer: Proposer) -> None:
         """From now on it proposes what sequences verify in the steps that they take by themselves; once warmed up."""

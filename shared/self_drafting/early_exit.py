@@ -6,15 +6,12 @@ from collections.abc import Sequence as List
 
 from torch import Tensor
 
-from shared.engine.kv_pool import KVPool
-from shared.engine.model import CausalLM
 from shared.engine.runner import ModelRunner
 from shared.engine.sequence import Sequence
 from shared.engine.step_plan import StepPlan
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.drafter import Growing
 from shared.self_drafting.newest import run_newest
-from shared.settings import StartupError
 
 # Tokens in a line, at most.
 _MOST_STEPS = 8
@@ -27,14 +24,9 @@ class EarlyExit:
     most_steps = _MOST_STEPS
     uses_kv = True
 
-    def __init__(self, model: CausalLM, pool: KVPool, num_layers: int) -> None:
-        """`model` is laid out for serving by now. Raises StartupError if it has no more than so many layers, or they
-        cannot be told apart."""
-        if num_layers >= model.num_layers:
-            raise StartupError(
-                f"early_exit is {num_layers}: it must be below the {model.num_layers} layers of {model.name}"
-            )
-        self._runner = ModelRunner(model.first_layers(num_layers), pool)
+    def __init__(self, runner: ModelRunner) -> None:
+        """`runner`: of these layers, over the target's own pool."""
+        self._runner = runner
 
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """It needs nothing but the tokens."""

@@ -1,4 +1,4 @@
-"""Router, draft and target worker on a CUDA device: text is the target's own, whatever is drafted."""
+"""The services on a CUDA device: text is the target's own, drafted by a worker, inside the target's, or not at all."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PROMPTS_PER_LENGTH = 4
 _MARGIN = 0.5
 _KV = {"OUTRIDER_TARGET_KV_CACHE_GIB": "1", "OUTRIDER_DRAFT_KV_CACHE_GIB": "1"}
 
+PLACES = ("draft worker", "inside")
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {"gamma": 0},
     "chain": {"gamma": 4},
@@ -40,11 +41,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 async def stack(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     """Of the type that the test asks for."""
     settings = {"target-0": _KV, "draft": _KV}
-    async with running_stack(settings, dtype=request.param, device="cuda") as running:
-        for name in ("target-0", "draft"):
-            said = "\n".join(line for process, line in running.lines if process == name)
-            assert "layers fused" in said, said
-            assert "steps captured" in said, said
+    dtype, where = request.param
+    num_drafts = 0 if where == "inside" else 1
+    async with running_stack(settings, dtype=dtype, device="cuda", num_drafts=num_drafts) as running:
+        said = [line for _, line in running.lines]
+        for each in ("layers fused", "steps captured"):
+            assert sum(each in line for line in said) == 2, said
         yield running
 
 
@@ -59,7 +61,9 @@ async def together(
     return [answer.token_ids for answer in answers]
 
 
-@pytest.mark.parametrize("stack", ["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize(
+    "stack", [(dtype, where) for dtype in ("float32", "bfloat16") for where in PLACES], indirect=True
+)
 async def test_greedy_text_is_transformers_own(stack: Stack) -> None:
     expected = [
         reference
@@ -79,7 +83,7 @@ async def test_greedy_text_is_transformers_own(stack: Stack) -> None:
 
 
 # In bf16 near ties are decided by a step's shape.
-@pytest.mark.parametrize("stack", ["float32"], indirect=True)
+@pytest.mark.parametrize("stack", [("float32", where) for where in PLACES], indirect=True)
 async def test_seeded_text_is_the_same_whatever_is_drafted(stack: Stack) -> None:
     prompts = python_prompts(60)
     async with inference(stack) as stub:

@@ -20,10 +20,18 @@ from shared.engine.engine import Engine
 from shared.engine.kv_pool import KVPool, KVShape
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.sampling.params import SelfDraft
-from shared.sampling.proposal import Proposal
 from shared.self_drafting.draft_model import DraftModel
 from shared.settings import StartupError
-from tests.support.drafting_engine import NUM_TOKENS, drafting_of, engine_of, random_prompts, sequence, steps_to, write
+from tests.support.drafting_engine import (
+    NUM_TOKENS,
+    drafting_of,
+    engine_of,
+    random_prompts,
+    sequence,
+    shares_accepted,
+    steps_to,
+    write,
+)
 from tests.support.greedy import python_prompts, references
 from tests.support.models import byte_tokenizer, perturbed, tiny_llama
 from tests.support.pools import SMALL, running_pools
@@ -66,31 +74,6 @@ class Runner:
 
     def run_packed(self, tokens: Sequence[int], starts: Sequence[int], lengths: Sequence[int], *_: object) -> None:
         self.ran += zip(starts, lengths, strict=True)
-
-
-def length_of_likeliest(proposal: Proposal) -> int:
-    """Of the line that goes on with each token's likeliest child."""
-    row = length = 0
-    parents = list(proposal.followed_rows())
-    while row in parents:
-        row = parents.index(row) + 1
-        length += 1
-    return length
-
-
-def shares_accepted(engine: Engine, prompts: Sequence[Sequence[int]], wanted: SelfDraft, **fields: Any) -> list[float]:
-    """Of each sequence's rounds, all begun together, those whose likeliest draft tokens were all accepted."""
-    asked = [sequence(prompt, self_draft=wanted, **fields) for prompt in prompts]
-    for each in asked:
-        engine.scheduler.add(each)
-    rounds, whole = dict.fromkeys(asked, 0), dict.fromkeys(asked, 0)
-    while (outcome := engine.step()) is not None:
-        for gain in outcome.gains:
-            if gain.self_drafted:
-                rounds[gain.sequence] += 1
-                whole[gain.sequence] += gain.sampled.num_accepted >= length_of_likeliest(gain.self_drafted)
-    engine.scheduler.check()
-    return [whole[each] / rounds[each] for each in asked]
 
 
 @pytest.mark.parametrize("wanted", [FIXED, TREE], ids=["chain", "tree"])

@@ -12,7 +12,8 @@ from services.target.self_drafting import self_drafting
 from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.sequence import Sequence as EngineSequence
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import SamplingParams, SelfDraft
+from shared.sampling.proposal import Proposal
 from shared.sampling.verifier import verify
 from shared.self_drafting.growth import Growth
 from shared.self_drafting.rounds import SelfDrafting
@@ -70,3 +71,28 @@ def drafting_of(engine: Engine) -> tuple[SelfDrafting, Growth]:
     assert isinstance(proposer, SelfDrafting)
     assert proposer._growth is not None
     return proposer, proposer._growth
+
+
+def length_of_likeliest(proposal: Proposal) -> int:
+    """Of the line that goes on with each token's likeliest child."""
+    row = length = 0
+    parents = list(proposal.followed_rows())
+    while row in parents:
+        row = parents.index(row) + 1
+        length += 1
+    return length
+
+
+def shares_accepted(engine: Engine, prompts: Sequence[Sequence[int]], wanted: SelfDraft, **fields: Any) -> list[float]:
+    """Of each sequence's rounds, all begun together, those whose likeliest draft tokens were all accepted."""
+    asked = [sequence(prompt, self_draft=wanted, **fields) for prompt in prompts]
+    for each in asked:
+        engine.scheduler.add(each)
+    rounds, whole = dict.fromkeys(asked, 0), dict.fromkeys(asked, 0)
+    while (outcome := engine.step()) is not None:
+        for gain in outcome.gains:
+            if gain.self_drafted:
+                rounds[gain.sequence] += 1
+                whole[gain.sequence] += gain.sampled.num_accepted >= length_of_likeliest(gain.self_drafted)
+    engine.scheduler.check()
+    return [whole[each] / rounds[each] for each in asked]

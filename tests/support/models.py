@@ -18,7 +18,7 @@ from transformers import (
 
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 
-__all__ = ["DEMO_DRAFT", "DEMO_TARGET", "byte_tokenizer", "perturbed", "tiny_llama"]
+__all__ = ["DEMO_DRAFT", "DEMO_TARGET", "byte_tokenizer", "perturbed", "tiny_llama", "with_idle_last_layer"]
 
 EOS = "<|endoftext|>"
 
@@ -92,6 +92,19 @@ def perturbed(source: Path, path: Path, *, noise: float, seed: int = 0) -> Path:
         for weight in model.parameters():
             scale = noise * weight.std() if weight.numel() > 1 else noise
             weight.add_(scale * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(path)
+    PreTrainedTokenizerFast.from_pretrained(source).save_pretrained(path)
+    return path
+
+
+def with_idle_last_layer(source: Path, path: Path) -> Path:
+    """Writes the Llama at `source` to `path`, its last layer adding nothing, and returns `path`: what the layers before
+    it say is what the model says."""
+    model: Any = AutoModelForCausalLM.from_pretrained(source)
+    last = model.model.layers[-1]
+    with torch.no_grad():
+        last.self_attn.o_proj.weight.zero_()
+        last.mlp.down_proj.weight.zero_()
     model.save_pretrained(path)
     PreTrainedTokenizerFast.from_pretrained(source).save_pretrained(path)
     return path

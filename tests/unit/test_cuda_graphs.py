@@ -164,10 +164,22 @@ def test_other_steps_are_not_captured(tmp_path: Path) -> None:
     pair, rng = Pair("llama", tmp_path), random.Random(5)
     tables = tables_for(1, rng)
     pair.check([0], [MOST_TOKENS + 1], tables, rng)
-    tokens = [3, 4, 5]
-    one, other = (runner.run_packed(tokens, [0], [3], tables, [2]) for runner in (pair.plain, pair.captured))
-    torch.testing.assert_close(one, other)
+    assert pair.captured.run_packed([3], [0], [1], tables, [0, 0]).shape == (2, pair.model.vocab_size)
     assert pair.recorder.num_recorded == 0
+
+
+@pytest.mark.parametrize("rows", [[], [10], [8, 11], [2, 8, 11], [11, 4]], ids=str)
+def test_steps_whose_logits_are_not_all_wanted_have_those_that_are(rows: list[int], tmp_path: Path) -> None:
+    pair, rng = Pair("llama", tmp_path), random.Random(9)
+    tables = tables_for(3, rng)
+    tokens = [rng.randrange(1, pair.model.vocab_size) for _ in range(12)]
+    expected, got = (
+        runner.run_packed(tokens, [0, 0, 0], [3, 6, 3], tables, rows) for runner in (pair.plain, pair.captured)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert pair.recorder.num_replayed == 1
+    # And their KV is there for those to come.
+    pair.check([3, 6, 3], [1, 1, 1], tables, rng)
 
 
 def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(

@@ -92,7 +92,7 @@ class _Layout:
     """Where a step's numbers are, one behind the other, for steps of up to so many tokens; the tables come last."""
 
     def __init__(self, num_tokens: int, num_items: int, num_windows: int, num_tables: int) -> None:
-        sizes = [num_tokens] * 3  # token ids, positions, places
+        sizes = [num_tokens] * 4  # token ids, positions, places, rows
         for _ in range(num_windows):
             sizes += [1, num_tokens + 1, num_tokens, num_items * ITEM_FIELDS]  # count, first parts, ancestors, items
         self.firsts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
@@ -101,11 +101,12 @@ class _Layout:
 
 
 class CapturedSteps:
-    """Runs steps of up to `MOST_TOKENS` tokens whose logits are all wanted by graphs: each size is captured when it
-    first comes. Once one could not be captured, no other is tried.
+    """Runs steps of up to `MOST_TOKENS` tokens by graphs: each size is captured when it first comes. Once one could not
+    be captured, no other is tried.
 
-    A graph knows the number of tokens; sequences, contexts and trees are numbers on the device, which each step uploads
-    in one copy. Tokens that fill a size up have a block of their own, which nobody may own.
+    A graph has the logits of all its tokens, which takes little longer than those of some, and knows the number of
+    tokens; sequences, contexts and trees are numbers on the device, which each step uploads in one copy. Tokens that
+    fill a size up have a block of their own, which nobody may own.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class CapturedSteps:
         Ids that are on the device are not waited for.
         """
         num_tokens = len(token_ids)
-        if not self.captures or num_tokens > self._most_tokens or not np.array_equal(rows, np.arange(num_tokens)):
+        if not self.captures or num_tokens > self._most_tokens or len(rows) > num_tokens:
             return None
         if not batch.fits_words or len(batch.tables) > self._most_tables:
             return None
@@ -163,7 +164,7 @@ class CapturedSteps:
         if key in self._graphs and self._graphs[key] is None:
             return None
         with device_of(self._device):
-            self._stage(token_ids, batch, step, plans)
+            self._stage(token_ids, batch, step, plans, rows)
             if key not in self._graphs:
                 self._graphs[key] = self._record(key)
             replay = self._graphs[key]
@@ -171,7 +172,11 @@ class CapturedSteps:
                 return None
             replay()
         assert self._logits is not None
-        return self._logits[:num_tokens], None if self._captured is None else self._captured[:num_tokens]
+        captured = None if self._captured is None else self._captured[:num_tokens]
+        if np.array_equal(rows, np.arange(num_tokens)):
+            return self._logits[:num_tokens], captured
+        first = self._layout.firsts[3]
+        return self._logits[self._device[first : first + len(rows)]], captured
 
     @property
     def _most_parts(self) -> int:
@@ -184,7 +189,12 @@ class CapturedSteps:
         )
 
     def _stage(
-        self, token_ids: Indices | Tensor, batch: AttentionBatch, step: DescribedStep, plans: Sequence[Plan]
+        self,
+        token_ids: Indices | Tensor,
+        batch: AttentionBatch,
+        step: DescribedStep,
+        plans: Sequence[Plan],
+        rows: Indices,
     ) -> None:
         """Uploads the step's numbers to where graphs look for them."""
         if self._uploaded is not None:
@@ -192,7 +202,7 @@ class CapturedSteps:
         num_tokens, most = len(token_ids), self._most_tokens
         stride, size = self._pool.data.stride(), self._pool.block_size
         on_device = isinstance(token_ids, Tensor)
-        arrays = [np.zeros(num_tokens, dtype=np.int64) if on_device else token_ids, batch.positions, step.places]
+        arrays = [np.zeros(num_tokens, dtype=np.int64) if on_device else token_ids, batch.positions, step.places, rows]
         for plan, (_, window) in zip(plans, self._windows, strict=True):
             [work] = plan.work
             arrays += [np.array([len(work.items)]), plan.first_parts, step.ancestors(window), work.items.reshape(-1)]
@@ -205,7 +215,7 @@ class CapturedSteps:
         offsets = np.arange(most - num_tokens) % size
         self._numbers[firsts[2] + num_tokens : firsts[2] + most] = self._scratch_block * stride[0] + offsets * stride[3]
         for i, plan in enumerate(plans):
-            first = firsts[3 + 4 * i + 1]
+            first = firsts[4 + 4 * i + 1]
             self._numbers[first + num_tokens : first + most + 1] = plan.num_parts
         used = firsts[-1] + len(batch.tables)
         self._device[:used].copy_(self._host[:used], non_blocking=True)
@@ -221,7 +231,7 @@ class CapturedSteps:
         ids, positions, places = (part[:num_tokens] for part in parts[:3])
         windows: dict[tuple[int, int | None], WindowTensors] = {}
         for i, window in enumerate(self._windows):
-            count, first_parts, ancestors, items = parts[3 + 4 * i : 7 + 4 * i]
+            count, first_parts, ancestors, items = parts[4 + 4 * i : 8 + 4 * i]
             launch = Launch(key.num_rows[i], programs, count, items)
             windows[window] = WindowTensors([launch], first_parts, self._most_parts, ancestors)
         step = CudaStep(
