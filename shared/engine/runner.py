@@ -39,6 +39,11 @@ class ModelRunner:
         """From now on what these can run is run by them."""
         self._captured_steps = steps
 
+    @property
+    def capture_seconds(self) -> float:
+        """What capturing took up to now."""
+        return 0.0 if self._captured_steps is None else self._captured_steps.capture_seconds
+
     def run(self, plan: StepPlan) -> Tensor:
         """Logits `[R, vocab_size]`: for each scheduled sequence in order, its `num_rows` last positions."""
         self.pool.copy_blocks(plan.copies)

@@ -25,6 +25,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _TOLERANCE_OF_ONE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2.5e-1}
 _LENGTHS = (41, 27)
 _CHUNK = 11
+# Of steps that are captured at start.
+_FIRST_SIZES = 17
 
 
 def self_test(model: CausalLM, runner: ModelRunner) -> None:
@@ -124,6 +126,7 @@ def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> No
         for ours, theirs in zip(steps(), expected, strict=True):
             if difference := _difference(ours, theirs, model.dtype):
                 raise StartupError(f"captured, logits differ by {difference}")
+        _capture_first(runner)
         if captured.captures:
             logger.info("steps captured")
     except Exception as error:
@@ -131,6 +134,16 @@ def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> No
             raise
         logger.warning("steps run without graphs: captured, they are not the same", exc_info=error)
         runner.run_captured(None)
+
+
+def _capture_first(runner: ModelRunner) -> None:
+    """Steps of sizes that come first, and most often, so that no request waits for them: of that many sequences, and of
+    one that verifies so many tokens, in a line or a tree. All their KV is in block 0."""
+    for size in range(1, _FIRST_SIZES + 1):
+        tokens, rows, table = [0] * size, range(size), [0] * size
+        runner.run_packed(tokens, [0] * size, [1] * size, [[0]] * size, rows)
+        for parents in ((), (0,) * (size - 1)):
+            runner.run_packed(tokens, [0], [size], [table], rows, [parents])
 
 
 def _compare(

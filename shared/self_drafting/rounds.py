@@ -85,7 +85,7 @@ class SelfDrafting:
     @classmethod
     def of(cls, engine: Engine, drafter: SelfDrafter | None, copies: Copies | None = None) -> SelfDrafting:
         """For an engine that is warmed up."""
-        return cls(drafter, copies, engine.pool, SelfDraftingPolicy(StepCosts(engine.step_costs)))
+        return cls(drafter, copies, engine.pool, SelfDraftingPolicy(StepCosts(engine.step_costs)), engine.clock)
 
     @property
     def drafts_with(self) -> str:

@@ -140,6 +140,18 @@ def test_a_size_is_captured_once_whatever_is_in_it(tmp_path: Path) -> None:
     assert (pair.recorder.num_recorded, pair.recorder.num_replayed) == (1, 4)
 
 
+def test_what_capturing_takes_is_told_apart(tmp_path: Path) -> None:
+    pair, rng = Pair("llama", tmp_path), random.Random(10)
+    tables = tables_for(1, rng)
+    assert pair.plain.capture_seconds == pair.captured.capture_seconds == 0.0
+    pair.check([0], [3], tables, rng)
+    assert (first := pair.captured.capture_seconds) > 0.0
+    pair.check([3], [3], tables, rng)
+    assert pair.captured.capture_seconds == first
+    pair.check([6], [4], tables, rng)
+    assert pair.captured.capture_seconds > first
+
+
 def test_trees_are_captured_too(tmp_path: Path) -> None:
     pair, rng = Pair("llama", tmp_path), random.Random(3)
     tables = tables_for(3, rng)

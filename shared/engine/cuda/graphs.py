@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -141,6 +142,8 @@ class CapturedSteps:
         self._graphs: dict[_Key, Replay | None] = {}
         self.captures = True
         """Whether all could be captured that were to be."""
+        self.capture_seconds = 0.0
+        """What that took."""
         self._logits: Tensor | None = None
         self._captured: Tensor | None = None
 
@@ -166,7 +169,9 @@ class CapturedSteps:
         with device_of(self._device):
             self._stage(token_ids, batch, step, plans, rows)
             if key not in self._graphs:
+                began = time.perf_counter()
                 self._graphs[key] = self._record(key)
+                self.capture_seconds += time.perf_counter() - began
             replay = self._graphs[key]
             if replay is None:
                 return None
