@@ -139,7 +139,7 @@ def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> No
 def _capture_first(runner: ModelRunner) -> None:
     """Steps of sizes that come first, and most often, so that no request waits for them: of that many sequences, and of
     one that verifies so many tokens, in a line or a tree. All their KV is in block 0."""
-    for size in range(1, _FIRST_SIZES + 1):
+    for size in range(1, min(_FIRST_SIZES, runner.model.max_context) + 1):
         tokens, rows, table = [0] * size, range(size), [0] * size
         runner.run_packed(tokens, [0] * size, [1] * size, [[0]] * size, rows)
         for parents in ((), (0,) * (size - 1)):
