@@ -22,7 +22,7 @@ from shared.engine.model import CausalLM
 from shared.engine.proposer import Proposer
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import Scheduler
-from shared.engine.self_test import check_kernels, self_test, try_captured
+from shared.engine.self_test import check_kernels, least_blocks, self_test, try_captured
 from shared.engine.sequence import Sequence
 from shared.engine.settings import EngineSettings
 from shared.engine.step_plan import ScheduledSequence, StepPlan
@@ -327,8 +327,11 @@ def _blocks_that_fit(model: CausalLM, settings: EngineSettings, sample: Sampler)
             f"the free memory of {model.device} leaves {max(0, num_bytes) / 2**30:.3f} GiB for the KV cache, "
             f"where a block alone takes {block_bytes / 2**30:.3f}: set kv_cache_gib, or free memory"
         )
-    # More than all sequences could ever hold is of no use.
-    return min(num_bytes // block_bytes, max(2, settings.max_sequences * -(-max_context // settings.block_size)))
+    # More than all sequences could ever hold is of no use, but to admit the model.
+    most = max(
+        least_blocks(model, settings.block_size), settings.max_sequences * -(-max_context // settings.block_size)
+    )
+    return min(num_bytes // block_bytes, most)
 
 
 def _commit(pool: KVPool) -> None:

@@ -36,14 +36,14 @@ def self_test(model: CausalLM, runner: ModelRunner) -> None:
     owns.
     """
     block_size = runner.pool.block_size
+    least = least_blocks(model, block_size)
+    if runner.pool.num_blocks < least:
+        raise StartupError(f"num_blocks is {runner.pool.num_blocks}: at least {least} are needed")
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, model.max_context) for length in _LENGTHS]
     texts = [torch.randint(model.vocab_size, (length,), generator=generator).to(model.device) for length in lengths]
-    blocks_each = -(-max(lengths) // block_size)
-    if runner.pool.num_blocks < 2 * blocks_each:
-        raise StartupError(f"num_blocks is {runner.pool.num_blocks}: at least {2 * blocks_each} are needed")
     # Neither in order nor contiguous, as in service.
-    tables = [list(range(2 * blocks_each - 1, -1, -2)), list(range(0, 2 * blocks_each, 2))]
+    tables = [list(range(least - 1, -1, -2)), list(range(0, least, 2))]
     try:
         references = [model.reference_logits(text) for text in texts]
         check_kernels(model, block_size)
@@ -59,6 +59,11 @@ def self_test(model: CausalLM, runner: ModelRunner) -> None:
             f"model {model.name} cannot be served: it does not run packed over paged KV "
             f"({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
+
+
+def least_blocks(model: CausalLM, block_size: int) -> int:
+    """What the test takes."""
+    return len(_LENGTHS) * -(-min(max(_LENGTHS), model.max_context) // block_size)
 
 
 def check_kernels(model: CausalLM, block_size: int) -> None:

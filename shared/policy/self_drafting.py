@@ -23,8 +23,14 @@ _TRIAL_SHARE: Final = 0.01
 _LEAST_TRIALS_APART: Final = 20.0
 # One way gives way to the other only if that brings so many times as much.
 _KEEP: Final = 1.02
+# A step counts for no more than so many times those before it, or what a plain one should take: a machine that stands
+# still for a moment says nothing. And what a drafter takes in at a time, for no more than so many plain steps.
+_MOST_TIMES: Final = 4.0
+_MOST_STEPS_FOLLOWING: Final = 64.0
 # A new measurement of what drafting takes counts so much against those before it.
 _WEIGHT: Final = 0.1
+# So much of what nobody looks for any more, as too little of it was found, is thought to be there after all, each time.
+_FORGOTTEN: Final = 0.002
 
 
 class _Goodput:
@@ -144,6 +150,7 @@ class SelfDraftingPolicy:
     def observe_following(self, load: int, seconds: float) -> None:
         """The drafter took that long to take in what it lacked of some of `load` sequences."""
         at = self._at(load)
+        seconds = min(seconds, _MOST_STEPS_FOLLOWING * self._costs.seconds(load, 0))
         at.seconds += seconds
         if at.drafts:
             at.drafting.charge(seconds)
@@ -154,7 +161,11 @@ class SelfDraftingPolicy:
         """Whether a further step of the drafter for so many of `load` sequences pays, that finds tokens behind others
         which are accepted so often, all sequences' together."""
         seconds = self._draft_seconds.get(nearest_power(num_growing))
-        return seconds is None or prospect * self._found_share > seconds * self._price(load)
+        if seconds is None or prospect * self._found_share > seconds * self._price(load):
+            return True
+        if prospect > seconds * self._price(load):  # but for what others found, it would
+            self._found_share += _FORGOTTEN * (1 - self._found_share)
+        return False
 
     def observe_found(self, prospect: float, found: float) -> None:
         """By a step of the drafter of which that was the prospect so many more tokens are expected to be accepted."""
@@ -194,6 +205,7 @@ class SelfDraftingPolicy:
         """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
         nothing that would have been drafted whatever was decided."""
         at = self._at(load)
+        seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, self._costs.seconds(load, 0)))
         at.seconds += seconds
         at.of(drafted).observe(num_tokens, seconds)
         if at.num_left > 0 and drafted != at.drafts:

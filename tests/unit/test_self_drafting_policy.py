@@ -197,6 +197,47 @@ def test_of_what_a_further_step_promises_as_much_counts_as_was_found_by_others()
     assert not policy.goes_on(1, 1, 0.39)
 
 
+def test_what_others_did_not_find_is_looked_for_again() -> None:
+    policy = SelfDraftingPolicy(flat())
+    policy.observe_drafting(1, 0.002)
+    for _ in range(20):
+        policy.observe(1, False, 1, 0.01)
+
+    def num_looks(found: float, num_rounds: int) -> int:
+        looks = 0
+        for _ in range(num_rounds):
+            if policy.goes_on(1, 1, 0.4):
+                looks += 1
+                policy.observe_found(0.4, found)
+        return looks
+
+    assert num_looks(0.02, 1000) < 100
+    assert num_looks(0.4, 1000) > 800
+
+
+@pytest.mark.parametrize("stall", [1.0, 60.0, 3600.0])
+@pytest.mark.parametrize("at", [0, 3, 12, 30])
+@pytest.mark.parametrize("gain", [0.3, 3.0])
+def test_a_machine_that_stands_still_for_a_moment_decides_nothing(gain: float, at: int, stall: float) -> None:
+    policy = SelfDraftingPolicy(flat())
+    right = 0
+    for step in range(1000):
+        drafts = policy.drafts(1)
+        right += drafts == (gain > 1)
+        policy.observe(1, drafts, 2 if drafts else 1, (0.02 / gain if drafts else 0.01) + (stall if step == at else 0))
+    assert right > 850
+
+
+def test_nor_does_it_while_the_drafter_takes_in() -> None:
+    policy = SelfDraftingPolicy(flat())
+    policy.observe_following(1, 3600.0)
+    chosen = []
+    for _ in range(10_000):
+        chosen.append(policy.drafts(1))
+        policy.observe(1, chosen[-1], 2 if chosen[-1] else 1, 0.01)
+    assert sum(chosen[-2000:]) > 1900
+
+
 def test_rows_that_arithmetic_bounds_are_told_from_those_that_memory_does() -> None:
     """A machine whose memory was slow when its steps were measured, and is faster now by 4 ms a step: those of eight
     rows are, and those of twelve are not."""

@@ -198,6 +198,13 @@ def test_a_pool_too_small_for_the_self_test_is_named(model: CausalLM) -> None:
         engine_for(model, num_blocks=5).warm_up()
 
 
+@pytest.mark.parametrize("limits", [(1, 64), (1, 32), (2, 16)], ids=str)
+def test_few_sequences_of_few_tokens_have_blocks_enough_to_start(folder: Path, limits: tuple[int, int]) -> None:
+    max_sequences, max_context = limits
+    settings = TargetSettings(model=str(folder), device="cpu", max_sequences=max_sequences, max_context=max_context)
+    assert load_engine(settings, verify).max_context == max_context
+
+
 def test_the_fingerprint_tells_weights_block_sizes_and_nothing_else_apart(folder: Path, tmp_path: Path) -> None:
     def fingerprint(source: Path, block_size: int = 16) -> str:
         return CausalLM.load(str(source), "cpu", "float32").fingerprint(block_size)
