@@ -69,6 +69,8 @@ def _make_drafter(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
 
 
 def _exit_early(num_layers: int) -> Callable[[Engine], SelfDrafter]:
+    """What it returns raises StartupError if the model has no more layers than that, or they cannot be told apart."""
+
     def make(engine: Engine) -> SelfDrafter:
         model = engine.model
         if num_layers >= model.num_layers:

@@ -100,8 +100,8 @@ def _try_fused(model: CausalLM, compare: Callable[[], None]) -> None:
 
 
 def try_captured(model: CausalLM, runner: ModelRunner, scratch_block: int) -> None:
-    """Has steps of few tokens replayed as graphs, on a GPU, if that is the same; nobody owns that block, or any other
-    as yet."""
+    """Has steps of few tokens replayed as graphs, on a GPU, if that is the same, and the first sizes captured; nobody
+    owns that block, or any other as yet."""
     from shared.engine.cuda.graphs import MOST_TOKENS, CapturedSteps, CudaRecorder
 
     tables = [[0, 1], [2, 3]]

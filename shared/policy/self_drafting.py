@@ -159,11 +159,15 @@ class SelfDraftingPolicy:
 
     def goes_on(self, num_growing: int, load: int, prospect: float) -> bool:
         """Whether a further step of the drafter for so many of `load` sequences pays, that finds tokens behind others
-        which are accepted so often, all sequences' together."""
+        which are accepted so often, all sequences' together. Asked once for each such step: where what others found
+        alone speaks against it, that is forgotten bit by bit."""
         seconds = self._draft_seconds.get(nearest_power(num_growing))
-        if seconds is None or prospect * self._found_share > seconds * self._price(load):
+        if seconds is None:
             return True
-        if prospect > seconds * self._price(load):  # but for what others found, it would
+        cost = seconds * self._price(load)
+        if prospect * self._found_share > cost:
+            return True
+        if prospect > cost:
             self._found_share += _FORGOTTEN * (1 - self._found_share)
         return False
 
