@@ -43,6 +43,9 @@ _MOST_REST_SECONDS_FOR_ALL = 0.5
 _NEW_LOAD = 0.25
 # For so many times as many it is none where prompts keep it from being changed.
 _MANY_MORE = 2
+# So many plain steps behind rounds, of requests that do not draft, say what those before would have taken; later ones
+# how fast the machine is by then.
+_STEPS_AFTER_ROUNDS = 24
 # What share of a worker's sequences have to draft for their rounds to say what those of all take.
 _EVERYBODY = 0.9
 # What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
@@ -127,6 +130,8 @@ class GammaController:
         self._decided_load = 0
         # With those that waited.
         self._decided_for = 0
+        # Plain steps since the latest rounds, which were at that load.
+        self._latest_rounds = 0, math.inf
         # What the best γ was then found to bring, times plain decoding.
         self._best_gain = 0.0
         # How long the last choice stands.
@@ -257,6 +262,7 @@ class GammaController:
             return  # the others' trees were in its steps
         if self._clock() - seconds < self._catching_up.interference.over_at:
             return  # it waited for others that caught up
+        self._latest_rounds = nearest_power(load), 0
         of_all = self._num_active >= _EVERYBODY * load
         weight = 1 / self._num_active
         if self._costs.observe_round(load, shape, num_unseen, seconds, weight, of_all, self._busy_seconds):
@@ -271,7 +277,7 @@ class GammaController:
         `received`: when its results came, by the controller's clock. Not needed while `plain_looks` are quiet.
         """
         self._costs.plain.observe_tokens(load, num_tokens)
-        if seconds <= 0 or ((self.gamma > 0 or self._num_active > 0) and not self.measuring):
+        if seconds <= 0 or (self._num_active > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         if not self._tells(mostly_prompts) or not self.plain_looks.wants(received, self.measuring):
             return
@@ -284,9 +290,18 @@ class GammaController:
         if began < self._catching_up.interference.over_at:
             self._catching_up.interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
             return  # the drafter, maybe on the same cores, was at work
-        used = self.shape if self._num_active > 0 else None
+        used = self.shape if self._num_active > 0 or self._follows_rounds(step.load) else None
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
             self._decided_at = -math.inf  # now that it is known
+
+    def _follows_rounds(self, load: int) -> bool:
+        """Whether a plain step comes right behind rounds at that load which were not to end: nobody who drafts is here
+        for the moment."""
+        bucket, num_since = self._latest_rounds
+        if self.gamma == 0 or bucket != nearest_power(load):
+            return False
+        self._latest_rounds = bucket, num_since + 1
+        return num_since < _STEPS_AFTER_ROUNDS
 
     def _tells(self, mostly_prompts: bool) -> bool:
         """Whether a step with prompts in it says what it takes without: what these took is no more than reckoned, and

@@ -136,11 +136,10 @@ class RoundCosts:
         """A plain step took that long, whose results came then. `used`: shape of the rounds that go on, if any do: what
         those take was seen too, and is no other for what plain steps do. Returns whether that ends a measurement."""
         before = None if used is None else self.expected(load, used)
-        if not self.plain.observe(load, seconds, received, busy):
-            return False
+        measured = self.plain.observe(load, seconds, received, busy)
         if used is not None and before is not None:
             self._overhead.rescale(load, before / self.expected(load, used))
-        return True
+        return measured
 
     def trials(self, load: int) -> Trials:
         """Those at this load."""

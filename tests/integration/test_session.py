@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest import mock
 
 import pytest
 from outrider.v1 import inference_pb2
@@ -101,6 +102,15 @@ async def test_sequences_that_never_draft_do_not_tell_how_long_those_that_do_bec
         await s.generate(greedy(0))
         await s.generate(greedy(2))
         assert left == [MAX_TOKENS]
+
+
+async def test_sequences_that_never_draft_tell_those_that_do_what_plain_steps_take() -> None:
+    async with stack() as s:
+        controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
+        assert controller is not None
+        with mock.patch.object(controller, "observe_plain", wraps=controller.observe_plain) as observed:
+            await s.generate(greedy(0, max_tokens=200))
+        assert {call.args[0] for call in observed.call_args_list} == {1}
 
 
 async def test_trees_that_the_policy_asks_for_are_drafted_and_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,3 +288,41 @@ def test_of_many_short_plain_steps_a_few_are_looked_at(
     assert least <= len(seen) <= most
     assert chooser.plain_seconds(2) > 1.1 * step, "and learnt from"
     assert seen[1:] == [pytest.approx(1.5 * step)] * (len(seen) - 1)
+
+
+def test_plain_steps_of_who_does_not_draft_say_that_rounds_no_longer_pay() -> None:
+    """Plain steps were last seen in a slow moment, and rounds seem to pay; a request that has chosen not to draft comes
+    in between and tells."""
+    clock = Clock()
+    found = controller(flat(0.06), flat(0.02), clock)
+    sequence = drafting(0.5)
+    for _ in range(40):
+        gamma = found.choose(sequence, situation())
+        pass_one(found, clock, gamma, 0.06 + gamma * 0.02)
+    assert gamma > 0
+    found.leave(sequence, 100)
+    rounds = found._costs.seconds(1, found.shape, 0.0)
+    for _ in range(25):
+        pass_one(found, clock, 0, 0.05)
+    assert found.plain_seconds(1) == pytest.approx(0.05, rel=0.03)
+    assert found._costs.seconds(1, found.shape, 0.0) == pytest.approx(rounds, rel=0.02), "seen a moment ago"
+    assert found.choose(sequence, situation()) == 0
+
+
+def test_what_rounds_take_changes_with_later_plain_steps_of_who_does_not_draft() -> None:
+    """Rounds were not seen since: it is the machine that became slower."""
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    sequence = drafting(0.8)
+    for _ in range(40):
+        gamma = found.choose(sequence, situation())
+        pass_one(found, clock, gamma, 0.05 + gamma * 0.005)
+    assert gamma > 0
+    found.leave(sequence, 100)
+    for _ in range(30):
+        pass_one(found, clock, 0, 0.05)
+    rounds = found._costs.seconds(1, found.shape, 0.0)
+    for _ in range(60):
+        pass_one(found, clock, 0, 0.07)
+    assert found.plain_seconds(1) == pytest.approx(0.07, rel=0.02)
+    assert found._costs.seconds(1, found.shape, 0.0) == pytest.approx(rounds + 0.02, rel=0.03)

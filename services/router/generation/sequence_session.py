@@ -11,6 +11,7 @@ from outrider.v1 import inference_pb2, target_pb2, worker_pb2
 from services.router.generation.passage import Passage
 from services.router.generation.scout import Scout
 from services.router.text.detokenizer import Detokenizer
+from services.router.workers.draft_link import DraftLink
 from services.router.workers.target_lane import LaneResult, TargetLane, WorkerLost
 from services.router.workers.target_link import TargetLink
 from shared.policy.drafting import Situation
@@ -69,9 +70,9 @@ class SequenceSession:
         # What the router had drafted for the latest round.
         self._proposal = worker_pb2.Proposal()
         self._finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
-        # One that never drafts says nothing of those that do.
-        home = lane.link if passage is None else passage.destination
-        self._gamma = None if self._draft is None else session.fleet.gamma(home, self._draft.link)
+        # One that never drafts tells those that do what plain steps take.
+        self._other_drafter = session.fleet.choose_draft() if self._draft is None else None
+        self._gamma = session.fleet.gamma(lane.link if passage is None else passage.destination, self._drafter)
         prior = None if self._gamma is None else self._gamma.prior(greedy=params.greedy, coupled=params.coupled)
         options = session.options
         # A shape that the client fixed is none that all draft.
@@ -113,7 +114,7 @@ class SequenceSession:
                     self._session.usage.failed_over()
                     await self._begin_again(failures)
         finally:
-            if self._gamma is not None:
+            if self._gamma is not None and self._draft is not None:
                 self._gamma.leave(self._pace.drafting, self._num_output_tokens if self._finish_reason else None)
             if self._finish_reason:
                 self._session.fleet.placer.observe_output(self._num_output_tokens)
@@ -245,15 +246,18 @@ class SequenceSession:
 
     def _controller(self) -> GammaController | None:
         """γ's controller of the worker we are on; None while there is no drafting."""
-        if self._draft is None:
-            return None
-        drafter = self._draft.link
+        drafter = self._drafter
         gamma = self._session.fleet.gamma(self._lane.link, drafter)
         if gamma is not self._gamma:
             if self._gamma is not None:
                 self._gamma.leave(self._pace.drafting, None)
             self._gamma = gamma
-        return gamma if self._draft.may_ask(drafter) else None
+        return gamma if self._draft is not None and self._draft.may_ask(drafter) else None
+
+    @property
+    def _drafter(self) -> DraftLink | None:
+        """Who drafts for it; for one that never drafts who would have."""
+        return self._other_drafter if self._draft is None else self._draft.link
 
     def _situation(self) -> Situation:
         link = self._lane.link
