@@ -73,6 +73,19 @@ class Scheduler:
             each for each in self._running if each.num_steps > 0 and each.num_pending_tokens == 1 and not each.forks
         ]
 
+    def num_coming(self) -> int:
+        """How many will soon be `decoding` beside those that are: their prompts are being computed, or wait for that,
+        and there is room for these, whoever stays."""
+        coming = sum(_decodes_on(each) for each in self._running if each.num_pending_tokens > each.num_rows)
+        num_places, num_free = self._max_sequences - len(self._running), self.pool.num_allocatable
+        for sequence in self._waiting:
+            num_places -= 1 + len(sequence.forks)
+            num_free -= -(-sequence.num_pending_tokens // self.block_size)
+            if min(num_places, num_free) < 0:
+                break
+            coming += _decodes_on(sequence)
+        return coming
+
     def draft_room(self) -> int:
         """Tokens that drafts for those that are `decoding` may add to the next step: what all others that draw, and
         verify, leave of it; and where prompts are to be computed, the smaller part of that."""
@@ -414,3 +427,8 @@ class Scheduler:
         if surplus:
             self.pool.release(surplus)
             del sequence.block_table[num_used:]
+
+
+def _decodes_on(sequence: Sequence) -> int:
+    """How many go on behind the prompt that it is of, without a word of their owner."""
+    return 1 + len(sequence.forks) if sequence.num_steps > 1 else 0

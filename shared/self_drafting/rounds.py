@@ -74,6 +74,8 @@ class SelfDrafting:
         # Verified or not, and behind so many tokens.
         self._grown: dict[Sequence, tuple[TreeDraft, int]] = {}
         self._load = 0
+        # With those that come: of a burst the first do not draft as if they were alone.
+        self._soon = 0
         # Of these, who may have of a drafter what pays.
         self._num_free = 0
         self._drafts = False
@@ -101,7 +103,8 @@ class SelfDrafting:
         self._load, self._num_free, self._drafts, self._spent = 0, 0, False, 0.0
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
-        self._follow(wanting, len(decoding))
+        self._soon = len(decoding) + scheduler.num_coming()
+        self._follow(wanting)
         began = self._clock()
         if wanting:  # what is done for others says nothing of who drafts
             self._load = len(decoding)
@@ -110,7 +113,7 @@ class SelfDrafting:
         growing = self._who_may_grow(wanting)
         num_growing, self._num_free = _num_free(growing), _num_free(wanting)
         # What is tried with fewer says little.
-        self._drafts = num_growing > 0 and self._policy.drafts(self._load, 2 * num_growing >= self._num_free)
+        self._drafts = num_growing > 0 and self._policy.drafts(self._soon, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
         grown = self._grow(scheduler, [each for each in lacking if self._drafts or is_fixed(each)], room)
         self._grown = {each: (tree, len(each.token_ids)) for each, tree in grown.items()}
@@ -134,7 +137,7 @@ class SelfDrafting:
     def _observes(self, plan: StepPlan) -> bool:
         """Whether a drafter is to keep up with the sequences of that step."""
         fixed = any(is_fixed(each.sequence) and _may_have(each.sequence, "target") for each in plan.scheduled)
-        return fixed or self._policy.follows(len(plan.scheduled))
+        return fixed or self._policy.follows(max(len(plan.scheduled), self._soon))
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
         for sequence, (tree, position) in self._grown.items():
@@ -157,18 +160,18 @@ class SelfDrafting:
         if self._growth is not None and self._num_free:
             self._policy.observe(self._load, self._drafts, num_tokens - sum(fixed), seconds + self._spent)
 
-    def _follow(self, sequences: List[Sequence], load: int) -> None:
+    def _follow(self, sequences: List[Sequence]) -> None:
         """Has the drafter take in what it lacks of those that are to have drafts of it."""
         if self._growth is None or not sequences:
             return
-        expected, began = self._policy.follows(load), self._clock()
+        expected, began = self._policy.follows(self._soon), self._clock()
         followed = [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
         try:
             self._growth.drafter.follow(followed)
         except Exception as error:
             self._drafter_failed(error)
         if any(not is_fixed(each) for each in followed):
-            self._policy.observe_following(load, self._clock() - began)
+            self._policy.observe_following(self._soon, self._clock() - began)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what
