@@ -18,8 +18,10 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 # But for no more than so many that are begun: others' prompts may be in each.
 _MOST_TRIAL_STEPS: Final = 64
-# That costs this share of the time at most, and comes no more often than each so many times its length.
+# That costs this share of the time at most, half of it once it was in vain, a third once it was so twice in a row, and
+# so on down to a quarter; and comes no more often than each so many times its length.
 _TRIAL_SHARE: Final = 0.01
+_MOST_IN_VAIN: Final = 3
 _LEAST_TRIALS_APART: Final = 20.0
 # One way gives way to the other only if that brings so many times as much.
 _KEEP: Final = 1.02
@@ -27,10 +29,16 @@ _KEEP: Final = 1.02
 # still for a moment says nothing. And what a drafter takes in at a time, for no more than so many plain steps.
 _MOST_TIMES: Final = 4.0
 _MOST_STEPS_FOLLOWING: Final = 64.0
-# A new measurement of what drafting takes counts so much against those before it.
+# A new measurement of what drafting takes counts so much against those before it, and of what taking in does, which
+# is rarely to be had.
 _WEIGHT: Final = 0.1
+_WEIGHT_OF_FOLLOWING: Final = 0.3
+# What drafting is hoped to bring, times plain steps, where that is to be found out.
+_HOPED_GAIN: Final = 2.0
 # So much of what nobody looks for any more, as too little of it was found, is thought to be there after all, each time.
 _FORGOTTEN: Final = 0.002
+# And so much of what taking in seems to cost, each time that this speaks against it.
+_FORGOTTEN_OF_FOLLOWING: Final = 0.0005
 
 
 class _Goodput:
@@ -75,6 +83,8 @@ class _Load:
         # Of a trial of the other way so many steps are still to be seen, and so many may be begun for that.
         self.num_left = 0
         self.num_begun = 0
+        # Trials in a row that changed nothing.
+        self.num_in_vain = 0
         # The next begins after so many seconds of steps at this load, of which there were so many; so long after the
         # last it was to come, and for so long it may have to wait for sequences to try it with.
         self.next_trial = 0.0
@@ -85,6 +95,14 @@ class _Load:
     @property
     def is_due(self) -> bool:
         return self.seconds >= self.next_trial
+
+    @property
+    def is_tried(self) -> bool:
+        return self._log_gain is not None
+
+    @property
+    def trial_share(self) -> float:
+        return _TRIAL_SHARE / (1 + min(self.num_in_vain, _MOST_IN_VAIN))
 
     def of(self, drafts: bool) -> _Goodput:
         return self.drafting if drafts else self.plain
@@ -112,10 +130,10 @@ class SelfDraftingPolicy:
     """Decides, step by step, for all sequences of a worker that drafts for itself.
 
     Drafting goes on while it brings more tokens a second than plain steps do, both as measured at that load, and what
-    brings less is tried again now and then, for a hundredth of the time. While it goes on, everything has its price in
-    the tokens that the time would bring otherwise: a further step of the drafter must promise more than it takes, and
-    so must each row of verification (of all sequences' draft tokens the likeliest, as many as bring most tokens a
-    second: the budget by survival of SmartSpec, Liu et al. 2024).
+    brings less is tried again now and then, for a hundredth of the time at most. While it goes on, everything has its
+    price in the tokens that the time would bring otherwise: a further step of the drafter must promise more than it
+    takes, and so must each row of verification (of all sequences' draft tokens the likeliest, as many as bring most
+    tokens a second: the budget by survival of SmartSpec, Liu et al. 2024).
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -124,6 +142,8 @@ class SelfDraftingPolicy:
         self._loads: dict[int, _Load] = {}
         # Of a step of the drafter among that many sequences, by power of two.
         self._draft_seconds: dict[int, float] = {}
+        # What it takes to take in a token.
+        self._following_seconds = 0.0
         # Of what its steps promise, as many tokens as those behind which they look, so much is found.
         self._found_share = 1.0
 
@@ -147,10 +167,24 @@ class SelfDraftingPolicy:
         at = self._at(load)
         return at.drafts or at.num_left > 0 or at.is_due
 
-    def observe_following(self, load: int, seconds: float) -> None:
-        """The drafter took that long to take in what it lacked of some of `load` sequences."""
+    def follows_up(self, load: int, num_lacking: int, num_left: int) -> bool:
+        """Whether the drafter is to take in so many tokens of one of `load` sequences, of which so many are still to
+        come: that takes less than drafting them saves, as far as is known. What speaks against it is forgotten bit by
+        bit."""
+        at = self._at(load)
+        gain = at.times(True) if at.drafts and at.is_tried else _HOPED_GAIN
+        saved = num_left * self._costs.seconds(load, 0) / load * (1 - 1 / gain)
+        if num_lacking * self._following_seconds < saved:
+            return True
+        self._following_seconds *= 1 - _FORGOTTEN_OF_FOLLOWING
+        return False
+
+    def observe_following(self, load: int, num_tokens: int, seconds: float) -> None:
+        """The drafter took that long to take in so many tokens that it lacked of some of `load` sequences."""
         at = self._at(load)
         seconds = min(seconds, _MOST_STEPS_FOLLOWING * self._costs.seconds(load, 0))
+        before = self._following_seconds
+        self._following_seconds += (seconds / num_tokens - before) * (_WEIGHT_OF_FOLLOWING if before else 1.0)
         at.seconds += seconds
         if at.drafts:
             at.drafting.charge(seconds)
@@ -220,19 +254,20 @@ class SelfDraftingPolicy:
     def _conclude(self, at: _Load) -> None:
         """A trial of the other way has ended: takes the better one, and says when the other is tried again."""
         at.learn()
+        at.num_in_vain += 1
         if at.times(not at.drafts) > _KEEP:
-            at.drafts = not at.drafts
+            at.drafts, at.num_in_vain = not at.drafts, 0
         lost = max(0.0, 1 - at.times(not at.drafts))
         trial = _TRIAL_STEPS * max(at.drafting.step_seconds, at.plain.step_seconds)
         at.patience = trial * _LEAST_TRIALS_APART
-        at.apart = max((trial * lost + at.following) / _TRIAL_SHARE, at.patience)
+        at.apart = max((trial * lost + at.following) / at.trial_share, at.patience)
         at.next_trial, at.following = at.seconds + at.apart, 0.0
 
     def _postpone(self, at: _Load) -> None:
         """It came to nothing: there was nothing to be seen, or nobody to try it with."""
         at.num_left = 0
         at.patience = max(at.patience, _TRIAL_STEPS * at.of(at.drafts).step_seconds * _LEAST_TRIALS_APART)
-        at.next_trial = at.seconds + max(at.apart, at.patience, at.following / _TRIAL_SHARE)
+        at.next_trial = at.seconds + max(at.apart, at.patience, at.following / at.trial_share)
         at.following = 0.0
 
     def _price(self, load: int) -> float:

@@ -54,12 +54,16 @@ class DraftModel:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """It needs nothing but the tokens."""
 
+    def num_lacking(self, sequence: Sequence) -> int:
+        num_lacking = len(sequence.token_ids) - 1 - self._num_computed(sequence)
+        return num_lacking if num_lacking > _MOST_LACKING and self._fits(sequence) else 0
+
     def follow(self, sequences: List[Sequence]) -> None:
         room = _MOST_FOLLOWED
         followed: list[tuple[Sequence, int]] = []
         for sequence in sequences:
-            num_lacking = len(sequence.token_ids) - 1 - self._num_computed(sequence)
-            if num_lacking > _MOST_LACKING and self._fits(sequence) and room > 0:
+            num_lacking = self.num_lacking(sequence)
+            if num_lacking > 0 and room > 0:
                 followed.append((sequence, min(num_lacking, room)))
                 room -= followed[-1][1]
         if followed:

@@ -47,6 +47,9 @@ class SelfDrafter(Protocol):
         `sampled`: what each scheduled sequence with rows gains, and has not taken in yet. `follows`: whether it is
         worth its time to take in what only drafts need; a sequence that was left out so may stay out."""
 
+    def num_lacking(self, sequence: Sequence) -> int:
+        """Tokens of one that decodes which it would have to take in so as to be ready; 0 if it is, or cannot be."""
+
     def follow(self, sequences: List[Sequence]) -> None:
         """Takes in of these, which decode, some of what it lacks, so as to be ready later."""
 

@@ -204,6 +204,9 @@ class Eagle:
         self._pending.pop(sequence, None)
         self._seen.pop(sequence, None)
 
+    def num_lacking(self, sequence: Sequence) -> int:
+        return 0
+
     def follow(self, sequences: List[Sequence]) -> None:
         """What it was not given when it was computed is not to be had."""
 

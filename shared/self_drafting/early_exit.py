@@ -31,6 +31,9 @@ class EarlyExit:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         """It needs nothing but the tokens."""
 
+    def num_lacking(self, sequence: Sequence) -> int:
+        return 0
+
     def follow(self, sequences: List[Sequence]) -> None:
         """The target's KV is its own."""
 

@@ -71,6 +71,9 @@ class Medusa:
             last = captured[:, 0].index_select(0, torch.tensor([each.places[-1] for each in kept]).to(captured.device))
             self._hidden.update(zip((each.item.sequence for each in kept), last.unbind(), strict=True))
 
+    def num_lacking(self, sequence: Sequence) -> int:
+        return 0
+
     def follow(self, sequences: List[Sequence]) -> None:
         """The target's last state is all it needs."""
 

@@ -164,14 +164,25 @@ class SelfDrafting:
         """Has the drafter take in what it lacks of those that are to have drafts of it."""
         if self._growth is None or not sequences:
             return
-        expected, began = self._policy.follows(self._soon), self._clock()
-        followed = [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
+        drafter, policy, began = self._growth.drafter, self._policy, self._clock()
+        expected = policy.follows(self._soon)
+        asked = [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
         try:
-            self._growth.drafter.follow(followed)
+            lacking = {each: num for each in asked if (num := drafter.num_lacking(each))}
+            followed = [
+                each
+                for each, num in lacking.items()
+                if is_fixed(each) or policy.follows_up(self._soon, num, each.num_tokens_left)
+            ]
+            if not followed:
+                return
+            drafter.follow(followed)
+            num_taken_in = sum(lacking[each] - drafter.num_lacking(each) for each in followed)
         except Exception as error:
             self._drafter_failed(error)
-        if any(not is_fixed(each) for each in followed):
-            self._policy.observe_following(self._soon, self._clock() - began)
+            return
+        if num_taken_in and any(not is_fixed(each) for each in followed):
+            policy.observe_following(self._soon, num_taken_in, self._clock() - began)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what
@@ -236,6 +247,8 @@ class SelfDrafting:
         if self._growth is None:
             return []
         may = [each for each in sequences if _may_have(each, "target")]
+        if not self._policy.follows(self._soon):
+            may = [each for each in may if is_fixed(each)]
         try:
             return [each for each in may if self._growth.drafter.ready(each)]
         except Exception as error:

@@ -165,6 +165,10 @@ class Failing:
     def observe(self, *_: object) -> None:
         self._fail("observe")
 
+    def num_lacking(self, _: EngineSequence) -> int:
+        self._fail("num_lacking")
+        return 20
+
     def follow(self, _: Sequence[EngineSequence]) -> None:
         self._fail("follow")
 
@@ -186,7 +190,7 @@ class Failing:
                 raise RuntimeError("out of ideas")
 
 
-@pytest.mark.parametrize("fails_at", ["observe", "follow", "begin", "extend"])
+@pytest.mark.parametrize("fails_at", ["observe", "num_lacking", "follow", "begin", "extend"])
 def test_a_drafter_that_fails_is_left_out(fails_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = tiny_llama(tmp_path / "target")
     plain, engine = engine_of(target), engine_of(target)
@@ -410,6 +414,9 @@ class Prophet:
 
     def observe(self, *_: object) -> None:
         pass
+
+    def num_lacking(self, _: EngineSequence) -> int:
+        return 0
 
     def follow(self, _: Sequence[EngineSequence]) -> None:
         """Ready at once."""
