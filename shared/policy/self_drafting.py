@@ -33,8 +33,8 @@ _MOST_STEPS_FOLLOWING: Final = 64.0
 # is rarely to be had.
 _WEIGHT: Final = 0.1
 _WEIGHT_OF_FOLLOWING: Final = 0.3
-# What drafting is hoped to bring, times plain steps, where that is to be found out.
-_HOPED_GAIN: Final = 2.0
+# What share of plain steps drafting spares at best, but for rare texts.
+_MOST_SPARED: Final = 0.5
 # So much of what nobody looks for any more, as too little of it was found, is thought to be there after all, each time.
 _FORGOTTEN: Final = 0.002
 # And so much of what taking in seems to cost, each time that this speaks against it.
@@ -95,10 +95,6 @@ class _Load:
     @property
     def is_due(self) -> bool:
         return self.seconds >= self.next_trial
-
-    @property
-    def is_tried(self) -> bool:
-        return self._log_gain is not None
 
     @property
     def trial_share(self) -> float:
@@ -169,12 +165,9 @@ class SelfDraftingPolicy:
 
     def follows_up(self, load: int, num_lacking: int, num_left: int) -> bool:
         """Whether the drafter is to take in so many tokens of one of `load` sequences, of which so many are still to
-        come: that takes less than drafting them saves, as far as is known. What speaks against it is forgotten bit by
-        bit."""
-        at = self._at(load)
-        gain = at.times(True) if at.drafts and at.is_tried else _HOPED_GAIN
-        saved = num_left * self._costs.seconds(load, 0) / load * (1 - 1 / gain)
-        if num_lacking * self._following_seconds < saved:
+        come: that takes less than drafting them may spare. What speaks against it is forgotten bit by bit."""
+        spared = num_left * self._costs.seconds(load, 0) / load * _MOST_SPARED
+        if num_lacking * self._following_seconds < spared:
             return True
         self._following_seconds *= 1 - _FORGOTTEN_OF_FOLLOWING
         return False
