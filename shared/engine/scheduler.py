@@ -75,7 +75,7 @@ class Scheduler:
 
     def num_coming(self) -> int:
         """How many will soon be `decoding` beside those that are: their prompts are being computed, or wait for that,
-        and there is room for these, whoever stays."""
+        and there is room for these, whoever stays. None whose KV is on the way: that may take long."""
         coming = sum(_decodes_on(each) for each in self._running if each.num_pending_tokens > each.num_rows)
         num_places, num_free = self._max_sequences - len(self._running), self.pool.num_allocatable
         for sequence in self._waiting:
@@ -83,7 +83,7 @@ class Scheduler:
             num_free -= -(-sequence.num_pending_tokens // self.block_size)
             if min(num_places, num_free) < 0:
                 break
-            coming += _decodes_on(sequence)
+            coming += 0 if sequence.awaits_import else _decodes_on(sequence)
         return coming
 
     def draft_room(self) -> int:

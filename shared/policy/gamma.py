@@ -269,14 +269,18 @@ class GammaController:
             self._decided_at = -math.inf
 
     def observe_plain(
-        self, load: int, seconds: float, received: float, num_tokens: int = 1, mostly_prompts: bool = False
+        self, load: int, seconds: float, received: float, num_tokens: int | None = 1, mostly_prompts: bool = False
     ) -> None:
         """A plain decode step among `load` sequences took that long, from result to result, prompts not counted
-        (`mostly_prompts`: they took more than that), and brought a sequence so many tokens.
+        (`mostly_prompts`: they took more than that), and brought a sequence so many tokens; None: one that never
+        drafts, of which it says nothing, nor of the time either where others' plain steps have the target's own drafts.
 
         `received`: when its results came, by the controller's clock. Not needed while `plain_looks` are quiet.
         """
-        self._costs.plain.observe_tokens(load, num_tokens)
+        if num_tokens is not None:
+            self._costs.plain.observe_tokens(load, num_tokens)
+        elif self._costs.plain.bring_several:
+            return
         if seconds <= 0 or (self._num_active > 0 and not self.measuring):
             return  # of a sequence that has not joined the others' rounds, or beside what they drafted beside prompts
         if not self._tells(mostly_prompts) or not self.plain_looks.wants(received, self.measuring):

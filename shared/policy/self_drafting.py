@@ -18,17 +18,16 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 # But for no more than so many that are begun: others' prompts may be in each.
 _MOST_TRIAL_STEPS: Final = 64
-# That costs this share of the time at most, half of it once it was in vain, a third once it was so twice in a row, and
-# so on down to a quarter; and comes no more often than each so many times its length.
+# That costs this share of the time at most, half of it once two in a row were in vain, a third behind three, and so on
+# down to a quarter; and comes no more often than each so many times its length.
 _TRIAL_SHARE: Final = 0.01
 _MOST_IN_VAIN: Final = 3
 _LEAST_TRIALS_APART: Final = 20.0
 # One way gives way to the other only if that brings so many times as much.
 _KEEP: Final = 1.02
 # A step counts for no more than so many times those before it, or what a plain one should take: a machine that stands
-# still for a moment says nothing. And what a drafter takes in at a time, for no more than so many plain steps.
+# still for a moment says nothing.
 _MOST_TIMES: Final = 4.0
-_MOST_STEPS_FOLLOWING: Final = 64.0
 # A new measurement of what drafting takes counts so much against those before it, and of what taking in does, which
 # is rarely to be had.
 _WEIGHT: Final = 0.1
@@ -57,10 +56,6 @@ class _Goodput:
     def step_seconds(self) -> float:
         return self._seconds / self.num_steps if self.num_steps else 0.0
 
-    def charge(self, seconds: float) -> None:
-        """So much time was spent for later steps."""
-        self._seconds += seconds
-
     def observe(self, num_tokens: int, seconds: float) -> None:
         keep = 1 - 1 / _MEMORY_STEPS
         self.num_steps = self.num_steps * keep + 1
@@ -80,6 +75,9 @@ class _Load:
         self._log_gain: float | None = None
         # Spent since the last trial so that drafts could be tried.
         self.following = 0.0
+        # Or while they pay, for so many tokens that are still to come, of which each pays its share.
+        self._owed = 0.0
+        self._num_owing = 0
         # Of a trial of the other way so many steps are still to be seen, and so many may be begun for that.
         self.num_left = 0
         self.num_begun = 0
@@ -98,7 +96,19 @@ class _Load:
 
     @property
     def trial_share(self) -> float:
-        return _TRIAL_SHARE / (1 + min(self.num_in_vain, _MOST_IN_VAIN))
+        return _TRIAL_SHARE / min(max(self.num_in_vain, 1), _MOST_IN_VAIN + 1)
+
+    def charge(self, seconds: float, num_left: int) -> None:
+        """So much time was spent on sequences of which so many tokens are still to come."""
+        self._owed += seconds
+        self._num_owing += num_left
+
+    def pay(self, num_tokens: int) -> float:
+        """What so many tokens owe for what was spent before."""
+        share = self._owed * min(1.0, num_tokens / self._num_owing) if self._num_owing else 0.0
+        self._owed -= share
+        self._num_owing = max(0, self._num_owing - num_tokens)
+        return share
 
     def of(self, drafts: bool) -> _Goodput:
         return self.drafting if drafts else self.plain
@@ -169,18 +179,19 @@ class SelfDraftingPolicy:
         spared = num_left * self._costs.seconds(load, 0) / load * _MOST_SPARED
         if num_lacking * self._following_seconds < spared:
             return True
-        self._following_seconds *= 1 - _FORGOTTEN_OF_FOLLOWING
+        self._following_seconds *= 1 - _FORGOTTEN_OF_FOLLOWING / load
         return False
 
-    def observe_following(self, load: int, num_tokens: int, seconds: float) -> None:
-        """The drafter took that long to take in so many tokens that it lacked of some of `load` sequences."""
+    def observe_following(self, load: int, num_tokens: int, num_left: int, seconds: float) -> None:
+        """The drafter took that long to take in so many tokens that it lacked of some of `load` sequences, of which so
+        many are still to come in all. Longer than the target itself would take is no measure of anything."""
         at = self._at(load)
-        seconds = min(seconds, _MOST_STEPS_FOLLOWING * self._costs.seconds(load, 0))
+        seconds = min(seconds, self._costs.seconds(load, num_tokens))
         before = self._following_seconds
         self._following_seconds += (seconds / num_tokens - before) * (_WEIGHT_OF_FOLLOWING if before else 1.0)
         at.seconds += seconds
         if at.drafts:
-            at.drafting.charge(seconds)
+            at.charge(seconds, num_left)
         else:
             at.following += seconds
 
@@ -238,7 +249,7 @@ class SelfDraftingPolicy:
         at = self._at(load)
         seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, self._costs.seconds(load, 0)))
         at.seconds += seconds
-        at.of(drafted).observe(num_tokens, seconds)
+        at.of(drafted).observe(num_tokens, seconds + (at.pay(num_tokens) if drafted else 0.0))
         if at.num_left > 0 and drafted != at.drafts:
             at.num_left -= 1
             if at.num_left == 0:

@@ -158,7 +158,8 @@ class SelfDrafting:
         # What fixed shapes bring says nothing of whether drafting pays.
         fixed = [len(each.token_ids) - found.position for each, found in self._rounds.items() if is_fixed(each)]
         if self._growth is not None and self._num_free:
-            self._policy.observe(self._load, self._drafts, num_tokens - sum(fixed), seconds + self._spent)
+            # By the load for which it was decided.
+            self._policy.observe(self._soon, self._drafts, num_tokens - sum(fixed), seconds + self._spent)
 
     def _follow(self, sequences: List[Sequence]) -> None:
         """Has the drafter take in what it lacks of those that are to have drafts of it."""
@@ -178,11 +179,12 @@ class SelfDrafting:
                 return
             drafter.follow(followed)
             num_taken_in = sum(lacking[each] - drafter.num_lacking(each) for each in followed)
+            num_left = sum(each.num_tokens_left for each in followed)
         except Exception as error:
             self._drafter_failed(error)
             return
         if num_taken_in and any(not is_fixed(each) for each in followed):
-            policy.observe_following(self._soon, num_taken_in, self._clock() - began)
+            policy.observe_following(self._soon, num_taken_in, num_left, self._clock() - began)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,20 @@ def test_the_first_of_a_burst_are_not_taken_for_all_of_it(num: int, budget: int,
     """Where drafting does not pay for so many, it is not paid for those that are there before the others."""
     engine = engine_of(tiny_llama(tmp_path), early_exit=1, max_batch_tokens=budget)
     proposer, _ = drafting_of(engine)
-    policy, drafts = proposer._policy, proposer._policy.drafts
+    policy, drafts, observe = proposer._policy, proposer._policy.drafts, proposer._policy.observe
     asked: list[int] = []
+    learnt: list[int] = []
 
     def noting(load: int, may_try: bool = True) -> bool:
         asked.append(load)
         return drafts(load, may_try)
 
+    def learning(load: int, *what: Any) -> None:
+        learnt.append(load)
+        observe(load, *what)
+
     policy.drafts = noting  # type: ignore[method-assign]
+    policy.observe = learning  # type: ignore[method-assign,assignment]
     prompts = random_prompts(30)
     for _ in range(num):
         engine.scheduler.add(sequence(next(prompts), self_draft=SelfDraft(), max_tokens=200))
@@ -31,3 +38,4 @@ def test_the_first_of_a_burst_are_not_taken_for_all_of_it(num: int, budget: int,
         assert engine.step() is not None
     engine.step()
     assert set(asked) == {num}
+    assert set(learnt) == {num}, "of what was decided"

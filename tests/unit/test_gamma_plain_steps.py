@@ -326,3 +326,18 @@ def test_what_rounds_take_changes_with_later_plain_steps_of_who_does_not_draft()
         pass_one(found, clock, 0, 0.07)
     assert found.plain_seconds(1) == pytest.approx(0.07, rel=0.02)
     assert found._costs.seconds(1, found.shape, 0.0) == pytest.approx(rounds + 0.02, rel=0.03)
+
+
+def test_of_what_steps_bring_a_target_that_drafts_itself_who_never_drafts_says_nothing() -> None:
+    """Nor of what they take: it has no drafts in them."""
+    clock = Clock()
+    found = GammaController(flat(0.05), flat(0.02), MAX, clock)
+    for i in range(2000):
+        clock.now += 0.06
+        found.observe_plain(1, 0.06, clock.now, 2 if i % 2 else 1)
+    brought, took = found._costs.plain.tokens(1), found.plain_seconds(1)
+    assert brought == pytest.approx(1.5, rel=0.05)
+    for _ in range(2000):
+        clock.now += 0.05
+        found.observe_plain(1, 0.05, clock.now, None)
+    assert (found._costs.plain.tokens(1), found.plain_seconds(1)) == (brought, took)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.engine.sequence import Sequence
-from tests.support.machine import Machine, new_sequence
+from tests.support.machine import ROOT, Machine, new_sequence
 
 
 def burst(machine: Machine, num: int, num_steps: int = 1 << 20) -> list[Sequence]:
@@ -49,3 +49,15 @@ def test_forks_come_with_their_first_and_who_waits_for_the_router_does_not() -> 
     assert machine.scheduler.num_coming() == 3
     burst(machine, 5, num_steps=1)
     assert machine.scheduler.num_coming() == 3
+
+
+def test_who_waits_for_kv_from_elsewhere_does_not_come_yet() -> None:
+    machine = Machine(num_blocks=100)
+    first, second = burst(machine, 2)
+    machine.scheduler.remove(second)
+    second.kv_import = machine.scheduler.begin_import(second.token_ids, ROOT)
+    machine.scheduler.add(second)
+    assert second.awaits_import
+    assert machine.scheduler.num_coming() == 1
+    machine.step()
+    assert (machine.scheduler.decoding(), machine.scheduler.num_coming()) == ([first], 0)

@@ -183,7 +183,8 @@ class SequenceSession:
         if gamma is None or not ahead or gamma.plain_looks.quiet_from < entry.received < gamma.plain_looks.quiet_until:
             return entry
         if not _is_round(last.result):
-            num_tokens, mostly_prompts = len(entry.result.token_ids), entry.mostly_prompts(last)
+            num_tokens = None if self._draft is None else len(entry.result.token_ids)
+            mostly_prompts = entry.mostly_prompts(last)
             gamma.observe_plain(load, entry.seconds_since(last), entry.received, num_tokens, mostly_prompts)
         return entry
 
