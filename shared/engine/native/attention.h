@@ -225,9 +225,9 @@ template <class T> ALWAYS_INLINE void fetch(const Pool &pool, const T *layer, co
     if (first >= last) return;
     const T *at = key_at(pool, layer, next.stretch.table, first, next.first_head) + (next.values ? pool.value_offset : 0);
     constexpr int LINE = 64 / sizeof(T);
+    int64_t width = (next.last_head - next.first_head - 1) * pool.head_stride + pool.key_dim;
     for (; first < last; first++, at += pool.position_stride)
-        for (int64_t h = 0; h < next.last_head - next.first_head; h++)
-            for (int d = 0; d < pool.key_dim; d += LINE) _mm_prefetch(at + h * pool.head_stride + d, _MM_HINT_T1);
+        for (int64_t d = 0; d < width; d += LINE) _mm_prefetch(at + d, _MM_HINT_T1);
 }
 
 // One unit of values, of as many positions as that has, to its row in every panel of `width` numbers.
@@ -474,11 +474,8 @@ static inline void write_kv(const Pool &pool, int layer, const int64_t *table, i
             table[position / pool.block_size] * pool.block_stride + position % pool.block_size * pool.position_stride +
             head * pool.head_stride + (is_value ? pool.value_offset : 0);
     int n = is_value ? pool.value_dim : pool.key_dim;
-    for (int d = 0; d < n; d++) {
-        T kept;
-        store_rounded(&kept, to_float(from[d]));
-        to[d] = to_float(kept) - to_float(kept) == 0 ? kept : T(0);
-    }
+    copy_rounded(to, from, n);
+    for (int d = 0; d < n; d++) to[d] = to_float(to[d]) - to_float(to[d]) == 0 ? to[d] : T(0);
 }
 
 // Called by every thread of a team, after the layer's keys and values were written. `query(token, head)` points to
@@ -503,7 +500,7 @@ static void attend(Team &team, const Attention &how, const Pool &pool, int layer
         for (int r = 0; r < rows; r++) {
             auto *from = query(token_of(r), head_of(r));
             auto *to = memory.queries.data() + r * memory.query_stride;
-            for (int d = 0; d < pool.key_dim; d++) store_rounded(to + d, to_float(from[d]));
+            copy_rounded(to, from, pool.key_dim);
             if (pool.key_dim % UNIT<T>) to[pool.key_dim] = 0;
         }
         Seen seen(memory.seen.data(), rows);

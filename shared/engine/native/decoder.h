@@ -82,7 +82,9 @@ static inline void normalise_rows(const float *stream, const float *norm, int64_
         const float *x = stream + (rows ? rows[r] : r) * hidden;
         float scale = rms_scale(x, hidden, eps);
         Input *to = inputs.row(r);
-        for (int64_t k = 0; k < hidden; k++) store_rounded(to + k, x[k] * scale * norm[k]);
+        int64_t k = 0;
+        for (; k + LANES <= hidden; k += LANES) store(to + k, load(x + k) * scale * load(norm + k));
+        for (; k < hidden; k++) store_rounded(to + k, x[k] * scale * norm[k]);
     }
 }
 
@@ -164,8 +166,7 @@ static void run_layer(Team &team, const Decoder &model, int index, const Pool &p
         team, layer.attention, pool, index, batch, plan, a.partial,
         [&](int64_t token, int64_t head) { return qkv + token * qkv_width + head * dim; },
         [&](int64_t token, int64_t head, const float *values) {
-            Input *to = attended.row(token) + head * dim;
-            for (int64_t d = 0; d < dim; d++) store_rounded(to + d, values[d]);
+            copy_rounded(attended.row(token) + head * dim, values, dim);
         });
     add_product(team, layer.attention_out, attended, layer.attention_out_norm, model.norm_eps, num_tokens,
                 layer.gate_up, a.out.data(), stream);

@@ -73,11 +73,11 @@ void outrider_linear(const Matrix *matrix, const bf16 *x, int64_t rows, bf16 *ou
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
             Input *to = inputs.row(r);
-            for (int64_t k = 0; k < matrix->in; k++) store_rounded(to + k, to_float(x[r * matrix->in + k]));
+            copy_rounded(to, x + r * matrix->in, matrix->in);
             if (matrix->in % 2) to[matrix->in] = 0;
         }
         linear(team, *matrix, inputs, rows, nullptr, [&](int64_t row, int64_t column, int64_t n, const float *values) {
-            for (int64_t i = 0; i < n; i++) out[row * matrix->out + column + i] = to_bf16(values[i]);
+            copy_rounded(out + row * matrix->out + column, values, n);
         });
     }
 }
@@ -115,8 +115,7 @@ static void attend_tensors(const Attention &how, const Pool &pool, int layer, co
             team, how, pool, layer, batch, plan, kept,
             [&](int64_t token, int64_t head) { return at(query, token, head); },
             [&](int64_t token, int64_t head, const float *values) {
-                T *to = out + (token * how.num_heads + head) * pool.value_dim;
-                for (int d = 0; d < pool.value_dim; d++) store_rounded(to + d, values[d]);
+                copy_rounded(out + (token * how.num_heads + head) * pool.value_dim, values, pool.value_dim);
             });
     }
 }

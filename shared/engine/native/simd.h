@@ -71,20 +71,35 @@ static inline void store(bf16 *to, Floats x) {
 #endif
 }
 
+// n numbers, rounded as whatever the place is for.
+template <class To, class From> static inline void copy_rounded(To *to, const From *from, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+    for (; i < n; i++) store_rounded(to + i, to_float(from[i]));
+}
+
 static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// The sum and the largest of a vector's numbers, in an order that is always the same.
+// The sum and the largest of a vector's numbers, half by half: in an order that is always the same.
+#if defined(__AVX512BF16__)
+static inline float sum(Floats x) { return _mm512_reduce_add_ps(__m512(x)); }
+
+static inline float largest(Floats x) { return _mm512_reduce_max_ps(__m512(x)); }
+#else
+template <class Both> static inline float halve(Floats x, Both both) {
+    __m128 four = both(_mm256_castps256_ps128(__m256(x)), _mm256_extractf128_ps(__m256(x), 1));
+    __m128 two = both(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(both(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 static inline float sum(Floats x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+    return halve(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
 }
 
 static inline float largest(Floats x) {
-    float found = x[0];
-    for (int i = 1; i < LANES; i++) found = x[i] > found ? x[i] : found;
-    return found;
+    return halve(x, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
 }
+#endif
 
 // e^x to within 2 units in the last place, 1 at 0; below -87.3 it stays at the smallest normal number.
 static inline Floats exp(Floats x) {
