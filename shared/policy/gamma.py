@@ -130,7 +130,7 @@ class GammaController:
         self._decided_load = 0
         # With those that waited.
         self._decided_for = 0
-        # Plain steps since the latest rounds, which were at that load.
+        # The power of two of the load at which rounds were seen last, and how many plain steps since.
         self._latest_rounds = 0, math.inf
         # What the best γ was then found to bring, times plain decoding.
         self._best_gain = 0.0

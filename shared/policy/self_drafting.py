@@ -21,7 +21,7 @@ _MOST_TRIAL_STEPS: Final = 64
 # That costs this share of the time at most, half of it once two in a row were in vain, a third behind three, and so on
 # down to a quarter; and comes no more often than each so many times its length.
 _TRIAL_SHARE: Final = 0.01
-_MOST_IN_VAIN: Final = 3
+_MOST_IN_VAIN: Final = 4
 _LEAST_TRIALS_APART: Final = 20.0
 # One way gives way to the other only if that brings so many times as much.
 _KEEP: Final = 1.02
@@ -96,7 +96,7 @@ class _Load:
 
     @property
     def trial_share(self) -> float:
-        return _TRIAL_SHARE / min(max(self.num_in_vain, 1), _MOST_IN_VAIN + 1)
+        return _TRIAL_SHARE / min(max(self.num_in_vain, 1), _MOST_IN_VAIN)
 
     def charge(self, seconds: float, num_left: int) -> None:
         """So much time was spent on sequences of which so many tokens are still to come."""

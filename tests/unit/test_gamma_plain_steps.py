@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from shared.policy.drafting import Drafting
 from shared.policy.gamma import GammaController
 from shared.policy.shape import Shape
 from tests.support.gamma import MAX, Clock, controller, drafting, flat, pass_one, situation
@@ -290,17 +291,23 @@ def test_of_many_short_plain_steps_a_few_are_looked_at(
     assert seen[1:] == [pytest.approx(1.5 * step)] * (len(seen) - 1)
 
 
+def left_after_rounds(plain: float, draft: float, rate: float) -> tuple[GammaController, Clock, Drafting]:
+    """A controller with the sequence that made rounds, which paid, and has just gone."""
+    clock = Clock()
+    found = controller(flat(plain), flat(draft), clock)
+    sequence = drafting(rate)
+    for _ in range(40):
+        gamma = found.choose(sequence, situation())
+        pass_one(found, clock, gamma, plain + gamma * draft)
+    assert gamma > 0
+    found.leave(sequence, 100)
+    return found, clock, sequence
+
+
 def test_plain_steps_of_who_does_not_draft_say_that_rounds_no_longer_pay() -> None:
     """Plain steps were last seen in a slow moment, and rounds seem to pay; a request that has chosen not to draft comes
     in between and tells."""
-    clock = Clock()
-    found = controller(flat(0.06), flat(0.02), clock)
-    sequence = drafting(0.5)
-    for _ in range(40):
-        gamma = found.choose(sequence, situation())
-        pass_one(found, clock, gamma, 0.06 + gamma * 0.02)
-    assert gamma > 0
-    found.leave(sequence, 100)
+    found, clock, sequence = left_after_rounds(0.06, 0.02, 0.5)
     rounds = found._costs.seconds(1, found.shape, 0.0)
     for _ in range(25):
         pass_one(found, clock, 0, 0.05)
@@ -311,14 +318,7 @@ def test_plain_steps_of_who_does_not_draft_say_that_rounds_no_longer_pay() -> No
 
 def test_what_rounds_take_changes_with_later_plain_steps_of_who_does_not_draft() -> None:
     """Rounds were not seen since: it is the machine that became slower."""
-    clock = Clock()
-    found = controller(flat(0.05), flat(0.005), clock)
-    sequence = drafting(0.8)
-    for _ in range(40):
-        gamma = found.choose(sequence, situation())
-        pass_one(found, clock, gamma, 0.05 + gamma * 0.005)
-    assert gamma > 0
-    found.leave(sequence, 100)
+    found, clock, _ = left_after_rounds(0.05, 0.005, 0.8)
     for _ in range(30):
         pass_one(found, clock, 0, 0.05)
     rounds = found._costs.seconds(1, found.shape, 0.0)
