@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from shared.engine.attention.batch import AttentionBatch
-from shared.engine.attention.grouping import Indices
 from shared.engine.attention.layer import LayerAttention
 from shared.engine.attention.paged import ATTENTION_NAME, paged_attention
 from shared.engine.captures import Captures
@@ -171,7 +172,7 @@ class CausalLM:
             part._model = first_layers(self._model, num_layers, self.name)
         return part
 
-    def forward(self, token_ids: Indices | Tensor, batch: AttentionBatch, rows: Indices) -> Tensor:
+    def forward(self, token_ids: array[int] | Tensor, batch: AttentionBatch, rows: array[int]) -> Tensor:
         """Logits `[R, vocab_size]` at the packed positions `rows` `[R]` of `token_ids` `[T]`, which may be on the
         device.
 
@@ -179,14 +180,12 @@ class CausalLM:
         """
         if isinstance(self._packed, NativeDecoder):
             assert batch.native is not None
-            ids_here = token_ids.numpy() if isinstance(token_ids, Tensor) else token_ids
-            logits, self.captured = self._packed.forward(ids_here, batch.native, rows, self._captured_layers)
+            logits, self.captured = self._packed.forward(token_ids, batch.native, rows, self._captured_layers)
             return logits
         # Without waiting for what the device still computes.
-        ids, positions, kept = (
-            (array if isinstance(array, Tensor) else torch.from_numpy(array)).to(self.device, non_blocking=True)
-            for array in (token_ids, batch.positions, rows)
-        )
+        given = (token_ids, batch.positions, rows)
+        tensors = (each if isinstance(each, Tensor) else torch.from_numpy(np.asarray(each)) for each in given)
+        ids, positions, kept = (each.to(self.device, non_blocking=True) for each in tensors)
         if isinstance(self._packed, PackedLlama):
             return self._packed_forward(self._packed, ids, positions, batch, kept)
         logits, self.captured = self.torch_forward(ids, positions, batch, kept)

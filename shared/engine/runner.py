@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shared.engine.attention.batch import AttentionBatch
-from shared.engine.attention.grouping import Indices
 from shared.engine.draws import Draws
 from shared.engine.kv_pool import KVPool
 from shared.engine.model import CausalLM
@@ -130,17 +130,20 @@ class ModelRunner:
         batch = AttentionBatch.build(self.pool, starts, lengths, block_tables, self.model.attention_kernels, parents)
         # A drafter's vocabulary may be padded further than the target's: such ids are never accepted,
         # but must not break the step they are verified in.
-        token_ids: Indices | Tensor
+        last = self.model.vocab_size - 1
+        token_ids: array[int] | Tensor
         if isinstance(tokens, Tensor):
-            token_ids = tokens.clamp(max=self.model.vocab_size - 1)
+            token_ids = tokens.clamp(max=last)
         else:
-            token_ids = np.minimum(np.asarray(tokens, dtype=np.int64), self.model.vocab_size - 1)
-        wanted = np.asarray(rows, dtype=np.int64)
-        replayed = None if self._captured_steps is None else self._captured_steps.run(token_ids, batch, wanted)
-        if replayed is None:
-            return self.model.forward(token_ids, batch, wanted)
-        logits, self.model.captured = replayed
-        return logits
+            token_ids = array("q", [token if token < last else last for token in tokens])
+        wanted = array("q", rows)
+        if self._captured_steps is not None:
+            ids = token_ids if isinstance(token_ids, Tensor) else np.asarray(token_ids)
+            replayed = self._captured_steps.run(ids, batch, np.asarray(wanted))
+            if replayed is not None:
+                logits, self.model.captured = replayed
+                return logits
+        return self.model.forward(token_ids, batch, wanted)
 
     def run_largest(self, num_tokens: int, context: int, num_rows: int) -> Tensor:
         """Logits `[num_rows, vocab_size]` of a prefill chunk at the end of a context as long as that.

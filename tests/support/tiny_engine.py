@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from services.target.settings import TargetSettings
-from shared.engine.attention.grouping import Indices
 from shared.engine.draws import DrawAhead
 from shared.engine.engine import Engine, StepOutcome
 from shared.engine.model import CausalLM
@@ -57,7 +57,7 @@ def failing_if(
     """From now on a forward pass over tokens of which `fails` is true raises the error."""
     forward = model.forward
 
-    def failing(tokens: Indices, *args: Any) -> Tensor:
+    def failing(tokens: array[int], *args: Any) -> Tensor:
         if fails(tokens.tolist()):
             raise error or RuntimeError("a kernel is broken")
         return forward(tokens, *args)

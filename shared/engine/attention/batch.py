@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -168,7 +169,7 @@ class AttentionBatch:
     """One step's packed tokens over a KV pool: the single keyword argument that travels through the model.
 
     Sequence i of `num_sequences` has `lengths[i]` new tokens from position `starts[i]` on, packed one after another
-    from `packed_starts[i]` on; its blocks begin at `tables[table_starts[i]]`. These five arrays are `indices`, one
+    from `packed_starts[i]` on; its blocks begin at `tables[table_starts[i]]`. These five arrays are `packed`, one
     behind the other. Where there are kernels of our own for the pool, they attend; where not, PyTorch does, by groups.
     """
 
@@ -176,7 +177,7 @@ class AttentionBatch:
     num_sequences: int
     num_tokens: int
     num_positions: int
-    indices: Indices
+    packed: array[int]
     kernels: Library | TritonKernels | None = None
     parents: Sequence[Sequence[int]] | None = None
 
@@ -199,7 +200,7 @@ class AttentionBatch:
         # All block tables one behind the other: padded to a rectangle, one long one would make it huge.
         for table, count in zip(block_tables, num_blocks, strict=True):
             indices += table[:count]
-        return cls(pool, len(ends), sum(lengths), max(ends), np.array(indices, dtype=np.int64), kernels, parents)
+        return cls(pool, len(ends), sum(lengths), max(ends), array("q", indices), kernels, parents)
 
     @property
     def own(self) -> NativeStep | CudaStep | None:
@@ -222,7 +223,7 @@ class AttentionBatch:
         if not isinstance(self.kernels, Library):
             return None
         return NativeStep(
-            self.kernels, self.pool, self.num_sequences, self.num_tokens, self.num_positions, self.indices, self.trees
+            self.kernels, self.pool, self.num_sequences, self.num_tokens, self.num_positions, self.packed, self.trees
         )
 
     @cached_property
@@ -231,6 +232,11 @@ class AttentionBatch:
         if self.parents is None or not any(self.parents):
             return None
         return Trees.build(self.slots, self.starts + self.lengths, self.lengths, self.packed_starts, self.parents)
+
+    @cached_property
+    def indices(self) -> Indices:
+        """What is packed, for numpy: kernels on the CPU look at it where it is."""
+        return np.asarray(self.packed)
 
     @property
     def starts(self) -> Indices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, byref, c_int32
 from typing import Any
@@ -21,7 +22,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from shared.engine.attention.grouping import Indices
 from shared.engine.attention.layer import LayerAttention
 from shared.engine.kv_pool import KVShape
 from shared.engine.native.library import Attention, Captures, Decoder, Layer, Library
@@ -135,23 +135,30 @@ class NativeDecoder:
         return part
 
     def forward(
-        self, token_ids: Indices, step: NativeStep, rows: Indices, captured_layers: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
+        self, token_ids: array[int] | Tensor, step: NativeStep, rows: array[int], captured_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
         """As `CausalLM.forward`: packed ids `[T]` to logits `[R, vocab_size]` at `rows` `[R]`, in float32; and what is
-        captured, `[T, len(captured_layers), hidden]` in float32."""
+        captured, `[T, len(captured_layers), hidden]` in float32, None of no layers.
+
+        Behind a step nothing of what Python does is left in any cache: that each call is a cheap one is much of what
+        a small model's step takes beside the kernels.
+        """
         self._rotations.reach(step.num_positions)
         logits = torch.empty((len(rows), self._vocab_size))
-        captured = torch.empty((len(token_ids), len(captured_layers), self._struct.hidden))
-        layers = (c_int32 * len(captured_layers))(*captured_layers)
+        captured, captures = None, Captures()
+        if captured_layers:
+            captured = torch.empty((len(token_ids), len(captured_layers), self._struct.hidden))
+            layers = (c_int32 * len(captured_layers))(*captured_layers)
+            captures = Captures(addressof(layers), len(layers), captured.data_ptr())
         self._library.forward(
             byref(self._struct),
             byref(step.pool),
             byref(step.batch),
-            token_ids.ctypes.data,
-            rows.ctypes.data,
+            token_ids.data_ptr() if isinstance(token_ids, Tensor) else token_ids.buffer_info()[0],
+            rows.buffer_info()[0],
             len(rows),
             logits.data_ptr(),
-            byref(Captures(addressof(layers), len(layers), captured.data_ptr())),
+            byref(captures),
             torch.get_num_threads(),
         )
         return logits, captured

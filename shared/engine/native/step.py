@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from shared.engine.attention.grouping import Indices
 from shared.engine.attention.trees import Trees
 from shared.engine.kv_pool import KVPool
 from shared.engine.native.library import Attention, Batch, Heads, Library
@@ -17,7 +17,7 @@ _NUM_ARRAYS = 5
 
 
 class NativeStep:
-    """`indices` are those of an `AttentionBatch`. The pool is on the CPU, in bf16 or float32."""
+    """`packed` is that of an `AttentionBatch`. The pool is on the CPU, in bf16 or float32."""
 
     def __init__(
         self,
@@ -26,15 +26,15 @@ class NativeStep:
         num_sequences: int,
         num_tokens: int,
         num_positions: int,
-        indices: Indices,
+        packed: array[int],
         trees: Trees | None,
     ) -> None:
         self._library = library
         # The structures hold addresses: what they point to must live as long.
-        self._kept = (pool, indices, trees)
+        self._kept = (pool, packed, trees)
         self.num_tokens = num_tokens
         self.num_positions = num_positions
-        first, size = indices.ctypes.data, num_sequences * indices.itemsize
+        first, size = packed.buffer_info()[0], num_sequences * packed.itemsize
         arrays = [first + i * size for i in range(_NUM_ARRAYS)]
         if trees is not None:
             kept = (trees.positions, trees.starts, trees.first_parents, trees.parents)
