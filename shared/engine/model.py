@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
@@ -183,9 +184,9 @@ class CausalLM:
             logits, self.captured = self._packed.forward(token_ids, batch.native, rows, self._captured_layers)
             return logits
         # Without waiting for what the device still computes.
-        given = (token_ids, batch.positions, rows)
-        tensors = (each if isinstance(each, Tensor) else torch.from_numpy(np.asarray(each)) for each in given)
-        ids, positions, kept = (each.to(self.device, non_blocking=True) for each in tensors)
+        ids, positions, kept = (
+            _tensor(each).to(self.device, non_blocking=True) for each in (token_ids, batch.positions, rows)
+        )
         if isinstance(self._packed, PackedLlama):
             return self._packed_forward(self._packed, ids, positions, batch, kept)
         logits, self.captured = self.torch_forward(ids, positions, batch, kept)
@@ -350,6 +351,10 @@ def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+def _tensor(numbers: array[int] | NDArray[np.int64] | Tensor) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.asarray(numbers))
 
 
 def _first_line(error: Exception) -> str:

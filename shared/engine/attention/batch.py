@@ -199,7 +199,7 @@ class AttentionBatch:
         indices = [*starts, *lengths, *_firsts(lengths), *_firsts(num_blocks)]
         # All block tables one behind the other: padded to a rectangle, one long one would make it huge.
         for table, count in zip(block_tables, num_blocks, strict=True):
-            indices += table[:count]
+            indices.extend(table[:count])
         return cls(pool, len(ends), sum(lengths), max(ends), array("q", indices), kernels, parents)
 
     @property
@@ -235,7 +235,7 @@ class AttentionBatch:
 
     @cached_property
     def indices(self) -> Indices:
-        """What is packed, for numpy: kernels on the CPU look at it where it is."""
+        """A view of `packed`, for all but the CPU's kernels, which read it where it lies."""
         return np.asarray(self.packed)
 
     @property

@@ -138,7 +138,7 @@ class NativeDecoder:
         self, token_ids: array[int] | Tensor, step: NativeStep, rows: array[int], captured_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """As `CausalLM.forward`: packed ids `[T]` to logits `[R, vocab_size]` at `rows` `[R]`, in float32; and what is
-        captured, `[T, len(captured_layers), hidden]` in float32, None of no layers.
+        captured, `[T, len(captured_layers), hidden]` in float32, None where nothing is.
 
         Behind a step nothing of what Python does is left in any cache: that each call is a cheap one is much of what
         a small model's step takes beside the kernels.

@@ -38,7 +38,7 @@ class NativeStep:
         arrays = [first + i * size for i in range(_NUM_ARRAYS)]
         if trees is not None:
             kept = (trees.positions, trees.starts, trees.first_parents, trees.parents)
-            arrays += [array.ctypes.data for array in kept]
+            arrays += [each.ctypes.data for each in kept]
         self.batch = Batch(num_sequences, num_tokens, *arrays)
         self.pool = pool.described
 
