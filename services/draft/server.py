@@ -194,11 +194,10 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
     def _result(self, lane: DraftLane, proposal: Proposal, began_ns: int) -> draft_pb2.DraftResult:
         """An answer with that proposal, asked for then (Unix nanoseconds)."""
         ended_ns, sequence = time.time_ns(), lane.sequence
-        attributes: dict[str, str | int] = {
-            NUM_DRAFT_TOKENS: len(proposal),
-            DRAFT_SOURCE: " ".join(sorted(set(proposal.sources))),
-        }
-        self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
+        if lane.traceparent:
+            sources = " ".join(sorted(set(proposal.sources)))
+            attributes: dict[str, str | int] = {NUM_DRAFT_TOKENS: len(proposal), DRAFT_SOURCE: sources}
+            self.telemetry.record_span("draft", lane.traceparent, began_ns, ended_ns, attributes)
         return draft_pb2.DraftResult(
             sequence_id=lane.sequence_id,
             position=sequence.num_committed,

@@ -32,11 +32,15 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from shared.telemetry.attributes import CANCELLED, ERROR_TYPE
+from shared.telemetry.noted_span import NotedSpan
 from shared.telemetry.prometheus import PrometheusPage
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    from shared.telemetry.noted_spans import NotedSpans
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class Telemetry:
     tracer: Tracer
     meter: Meter
     _flushes: tuple[Callable[[], None], ...] = ()
+    _noted: NotedSpans | None = None
 
     @contextmanager
     def span(
@@ -81,14 +86,24 @@ class Telemetry:
         ) as span:
             try:
                 yield span
-            except (asyncio.CancelledError, GeneratorExit):
-                mark_cancelled(span)
+            except BaseException as error:
+                _mark_ended_by(span, error)
                 raise
-            except Exception as error:
-                span.record_exception(error)
-                span.set_attribute(ERROR_TYPE, type(error).__qualname__)
-                span.set_status(Status(StatusCode.ERROR, str(error)))
-                raise
+
+    @contextmanager
+    def noted_span(self, name: str, parent: str) -> Iterator[NotedSpan]:
+        """As `span`, but not current and made a little later: around what is so short that making a span would be a
+        good part of it. `parent` is a `traceparent`; with an empty one nothing is traced."""
+        span = NotedSpan(name, parent if self._noted is not None else "")
+        try:
+            yield span
+        except BaseException as error:
+            span.error = error
+            raise
+        finally:
+            if span.parent:
+                span.end_ns = time.time_ns()
+                self._note(span)
 
     def record_span(
         self,
@@ -103,12 +118,12 @@ class Telemetry:
         Worker streams carry many requests, so the parent is the `traceparent` of the sequence's own
         message; an empty one is not traced. Times are Unix nanoseconds (`time.time_ns()`).
         """
-        if not traceparent:
-            return
-        span = self.tracer.start_span(
-            name, context=parent_context(traceparent), attributes=attributes, start_time=start_ns
-        )
-        span.end(end_ns)
+        if traceparent:
+            self._note(NotedSpan(name, traceparent, start_ns, end_ns, attributes))
+
+    def _note(self, span: NotedSpan) -> None:
+        if self._noted is not None:
+            self._noted.add(span)
 
     def shutdown(self) -> None:
         """Export what is left and stop. Blocks for at most 5 seconds, collector or not."""
@@ -150,16 +165,27 @@ def configure(service_name: str, endpoint: str | None, page: PrometheusPage | No
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    from shared.telemetry.noted_spans import NotedSpans
+
     resource = _resource(service_name)
     insecure = scheme != "https"
     # The exit hooks of the providers could hold up a dying process; shutdown() is called instead.
-    tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    tracer_provider.add_span_processor(
-        BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS))
-    )
+    processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS))
+
+    def tracer_with(ids: IdGenerator | None = None) -> Tracer:
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=ids)
+        provider.add_span_processor(processor)
+        return provider.get_tracer("outrider")
+
+    noted = NotedSpans(tracer_with, parent_context, _mark_ended_by)
+
+    def flush() -> None:
+        noted.close()
+        processor.shutdown()  # type: ignore[no-untyped-call]
+
     metric_exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS)
     meter, flushes = _meter(resource, [PeriodicExportingMetricReader(metric_exporter)], page)
-    return Telemetry(tracer_provider.get_tracer("outrider"), meter, (tracer_provider.shutdown, *flushes))
+    return Telemetry(tracer_with(), meter, (flush, *flushes), noted)
 
 
 def _without_collector(service_name: str, page: PrometheusPage | None) -> Telemetry:
@@ -205,6 +231,15 @@ def current_traceparent() -> str:
 def parent_context(traceparent: str) -> Context:
     """The context whose current span is the remote one named; an empty context if malformed or ""."""
     return _propagator.extract({"traceparent": traceparent}, Context())
+
+
+def _mark_ended_by(span: Span, error: BaseException) -> None:
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        mark_cancelled(span)
+    elif isinstance(error, Exception):
+        span.record_exception(error)
+        span.set_attribute(ERROR_TYPE, type(error).__qualname__)
+        span.set_status(Status(StatusCode.ERROR, str(error)))
 
 
 def mark_cancelled(span: Span) -> None:

@@ -55,7 +55,7 @@ class ScoutingSequence:
 
     async def commit(self, *token_ids: int) -> None:
         self.token_ids += token_ids
-        self.scout.advance(self.token_ids, lambda: "parent")
+        self.scout.advance(self.token_ids, "parent")
         await settle()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from outrider.v1 import worker_pb2
 
@@ -32,14 +32,14 @@ class Scout:
         """One, if the sequence is to scout."""
         return cls(draft, drafting) if drafting.num_scouting_rounds > 0 else None
 
-    def advance(self, token_ids: Sequence[int], traceparent: Callable[[], str]) -> bool:
+    def advance(self, token_ids: Sequence[int], traceparent: str) -> bool:
         """To be called at each result of plain decoding, with the committed tokens. Returns whether there is more to
         come."""
         if self._proposing is not None:
             self._compare(token_ids)
         if self._proposing is None and self._drafting.num_scouting_rounds > 0:
             self._position = len(token_ids)
-            proposal = self._draft.propose(list(token_ids), Shape(self._drafting.num_scouting_tokens), traceparent())
+            proposal = self._draft.propose(list(token_ids), Shape(self._drafting.num_scouting_tokens), traceparent)
             self._proposing = asyncio.create_task(proposal)
         return self._proposing is not None
 

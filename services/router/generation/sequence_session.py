@@ -22,7 +22,7 @@ from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
-from shared.telemetry.tracing import current_traceparent, traceparent
+from shared.telemetry.tracing import current_traceparent
 from shared.worker.draft_sources import SOURCES
 from shared.worker.messages import proposal_from_proto
 
@@ -61,6 +61,7 @@ class SequenceSession:
         self._session = session
         self._options = session.options
         self._params = params
+        self._traceparent = current_traceparent()
         self._lane = lane
         self._passage = passage
         self._draft = session.draft_lane(params)
@@ -138,7 +139,7 @@ class SequenceSession:
         """Goes on where its KV went, behind its first token; the first result there."""
         assert self._passage is not None
         num_steps = self._session.num_first_steps(self._passage.destination)
-        lane = self._passage.move(self._token_ids, self._params, num_steps, current_traceparent())
+        lane = self._passage.move(self._token_ids, self._params, num_steps, self._traceparent)
         self._lane.release()
         if lane is None:
             self.release()
@@ -169,12 +170,12 @@ class SequenceSession:
             if move.shape != PLAIN:
                 return await self._round(move.shape, last, situation)
             if move.catch_up and self._draft is not None:
-                self._draft.prefill(self._token_ids, current_traceparent())
+                self._draft.prefill(self._token_ids, self._traceparent)
             if move.num_steps > 0:
-                lane.verify(len(self._token_ids), None, move.num_steps, current_traceparent())
+                lane.verify(len(self._token_ids), None, move.num_steps, self._traceparent)
             if self._scout is None and self._draft is not None and self._params.coupled:
                 self._scout = Scout.sent(self._draft, self._pace.drafting)
-        if self._scout is not None and not self._scout.advance(self._token_ids, current_traceparent):
+        if self._scout is not None and not self._scout.advance(self._token_ids, self._traceparent):
             self._scout = None
         load = max(1, lane.link.num_decoding)
         entry = await lane.next()
@@ -192,25 +193,23 @@ class SequenceSession:
         """Draft, verify: one span, with the workers' spans as its children."""
         assert self._draft is not None
         lane = self._lane
-        with self._session.telemetry.span("round") as span:
-            parent = traceparent(span)
+        with self._session.telemetry.noted_span("round", self._traceparent) as span:
             controller = self._controller()
             least = 0.0
             if controller is not None and self._fixed is None:
                 least = controller.least_likelihood(situation.load, shape.num_verified)
-            proposal = await self._draft.propose(self._token_ids, shape, parent, least)
+            proposal = await self._draft.propose(self._token_ids, shape, span.traceparent, least)
             # Without a proposal it decodes plainly for a while before the drafter is asked again.
-            lane.verify(len(self._token_ids), proposal, lane.link.num_ahead if proposal is None else 1, parent)
+            num_steps = lane.link.num_ahead if proposal is None else 1
+            lane.verify(len(self._token_ids), proposal, num_steps, span.traceparent)
             entry = await lane.next()
             self._num_rounds += 1
-            span.set_attributes(
-                {
-                    ROUND: self._num_rounds,
-                    SEQUENCE_INDEX: self._params.sequence_index,
-                    NUM_DRAFT_TOKENS: entry.result.num_draft_tokens,
-                    NUM_ACCEPTED: entry.result.num_accepted,
-                }
-            )
+            span.attributes = {
+                ROUND: self._num_rounds,
+                SEQUENCE_INDEX: self._params.sequence_index,
+                NUM_DRAFT_TOKENS: entry.result.num_draft_tokens,
+                NUM_ACCEPTED: entry.result.num_accepted,
+            }
         if proposal is not None:
             # Where the drafter found nothing, what the target drafted itself is none of it.
             verified = _is_round(entry.result)
