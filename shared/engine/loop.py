@@ -148,7 +148,10 @@ class EngineLoop:
             outcome = self.engine.step()
             if outcome is not None:
                 self._on_step(outcome)
-            elif not idle and self.engine.scheduler.is_empty:
+                idle = False
+            # Where all wait for their owners, another step would find that out, and hold up who is to tell them.
+            pauses = outcome is None or not self.engine.scheduler.has_work
+            if pauses and not idle and self.engine.scheduler.is_empty:
                 # Not whenever there is a pause: it walks through every block.
                 self.engine.scheduler.check()
-            idle = outcome is None
+            idle = pauses

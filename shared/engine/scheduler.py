@@ -58,6 +58,11 @@ class Scheduler:
     def is_empty(self) -> bool:
         return not self._running and not self._waiting
 
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has something to compute."""
+        return any(sequence.num_pending_tokens > 0 for sequence in self.sequences())
+
     def ready(self) -> tuple[int, int]:
         """How many sequences have something to compute, and how many tokens of it the next step could hold."""
         able = (sequence for sequence in self.sequences() if not sequence.awaits_import)

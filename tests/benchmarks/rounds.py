@@ -1,8 +1,9 @@
 """`make bench-rounds`: where the time of a round goes, from the spans of the three processes.
 
 One stream with a fixed γ in turns with γ = 1 and plain decoding, every request traced. A draft step is what each token
-behind the first adds; verifying is a plain step of this run, and what γ more tokens add to it by the measurement at
-warm-up. What is left is what a round takes for being one over a network, and tracing.
+behind the first adds; verifying is a plain step, and what γ more tokens add to it by the measurement at warm-up. Both
+are held against the rounds of the same turn, for memory's speed wanders within a run, and medians of that are shown.
+What is left is what a round takes for being one over a network, and tracing.
 
 With `--inside` the draft model is in the target worker, where a round has no spans: it is held against plain steps and
 rounds of one draft token, as they are seen by the client.
@@ -53,44 +54,70 @@ class Part:
     steps: float = 0.0
 
 
-def drafting_seconds(spans: Iterable[ReceivedSpan], gamma: int) -> float:
-    """Median over the proposals of γ draft tokens. Raises BenchmarkError if there were none."""
-    drafts = [each for each in spans if each.name == "draft" and each.attributes.get(NUM_DRAFT_TOKENS) == gamma]
-    if not drafts:
-        raise BenchmarkError(f"no proposal of {gamma} draft tokens was traced")
-    return median(draft.end_ns - draft.start_ns for draft in drafts) / 1e9
+Stretches = Mapping[str, Sequence[float]]
+"""By name, one behind the other, the seconds that each round took for it."""
 
 
-def parts_of(spans: Iterable[ReceivedSpan], gamma: int, draft_step: float, verify_step: float) -> list[Part]:
-    """Medians over the rounds of γ draft tokens that another one followed, in seconds.
-
-    Raises BenchmarkError if there were none.
-    """
-    spans = list(spans)
+def requests_of(spans: Iterable[ReceivedSpan], gamma: int) -> list[Stretches]:
+    """For each request, in order of time, its rounds of γ draft tokens that another one followed."""
     inside: dict[str, dict[str, ReceivedSpan]] = defaultdict(dict)
     requests: dict[str, list[ReceivedSpan]] = defaultdict(list)
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.start_ns):
         if span.name == "round":
             requests[span.parent_id].append(span)
         elif span.name in ("draft", "verify"):
             inside[span.parent_id][span.name] = span
-    stretches: dict[str, list[int]] = defaultdict(list)
-    for rounds in requests.values():
-        for this, following in pairwise(sorted(rounds, key=lambda span: span.start_ns)):
-            found = inside[this.span_id]
-            if found.keys() != {"draft", "verify"} or this.attributes.get(NUM_DRAFT_TOKENS) != gamma:
-                continue
-            draft, verify = found["draft"], found["verify"]
-            stretches["router to draft worker"].append(draft.start_ns - this.start_ns)
-            stretches["drafting"].append(draft.end_ns - draft.start_ns)
-            stretches["draft worker to router to target worker"].append(verify.start_ns - draft.end_ns)
-            stretches["verifying"].append(verify.end_ns - verify.start_ns)
-            stretches["target worker to router"].append(this.end_ns - verify.end_ns)
-            stretches["router, to the next round"].append(following.start_ns - this.end_ns)
-    if not stretches:
-        raise BenchmarkError(f"no round of {gamma} draft tokens was traced")
-    steps = {"drafting": gamma * draft_step, "verifying": verify_step}
-    return [Part(name, median(values) / 1e9, steps.get(name, 0.0)) for name, values in stretches.items()]
+    found = (_stretches(rounds, inside, gamma) for rounds in requests.values())
+    return [stretches for stretches in found if stretches]
+
+
+def _stretches(
+    rounds: Sequence[ReceivedSpan], inside: Mapping[str, Mapping[str, ReceivedSpan]], gamma: int
+) -> Stretches:
+    """Of one request's rounds; `inside`: the workers' spans by round and name."""
+    stretches: dict[str, list[float]] = defaultdict(list)
+    for this, following in pairwise(rounds):
+        found = inside[this.span_id]
+        if found.keys() != {"draft", "verify"} or this.attributes.get(NUM_DRAFT_TOKENS) != gamma:
+            continue
+        draft, verify = found["draft"], found["verify"]
+        for name, nanoseconds in (
+            ("router to draft worker", draft.start_ns - this.start_ns),
+            ("drafting", draft.end_ns - draft.start_ns),
+            ("draft worker to router to target worker", verify.start_ns - draft.end_ns),
+            ("verifying", verify.end_ns - verify.start_ns),
+            ("target worker to router", this.end_ns - verify.end_ns),
+            ("router, to the next round", following.start_ns - this.end_ns),
+        ):
+            stretches[name].append(nanoseconds / 1e9)
+    return stretches
+
+
+def parts_of(
+    rounds: Sequence[Stretches], single: Sequence[Stretches], plain: Sequence[float], gamma: int, rows: float
+) -> list[Part]:
+    """Medians over the turns of a run: each has a request with rounds of γ draft tokens, one with a `single` one in
+    each round, and seconds of `plain` steps. `rows`: seconds that γ more rows add to one.
+
+    Raises BenchmarkError if not every turn has all three.
+    """
+    if not len(rounds) == len(single) == len(plain) > 0:
+        raise BenchmarkError(f"{len(plain)} turns, but {len(rounds)} of {gamma} and {len(single)} of 1 draft token")
+    spent = [{name: median(values) for name, values in each.items()} for each in rounds]
+    steps = {
+        "drafting": [
+            gamma / (gamma - 1) * (these["drafting"] - median(one["drafting"]))
+            for these, one in zip(spent, single, strict=True)
+        ],
+        "verifying": [step + rows for step in plain],
+    }
+    parts = []
+    for name in spent[0]:
+        seconds = median(these[name] for these in spent)
+        own = steps.get(name)
+        beyond = 0.0 if own is None else median(these[name] - its for these, its in zip(spent, own, strict=True))
+        parts.append(Part(name, seconds, 0.0 if own is None else seconds - beyond))
+    return parts
 
 
 async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
@@ -106,7 +133,6 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
         async with Stack(settings) as stack, inference(stack) as stub:
             for _ in range(_WARM_UPS):
                 await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, modes[0])
-            before = len(receiver.named("round"))
             plain_steps = []
             for _ in range(num_requests):
                 for mode in modes:
@@ -116,11 +142,8 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
             target = await _costs(stack)
             check_undisturbed(stack)
         await asyncio.to_thread(receiver.wait_for, lambda _: _complete(receiver), _EXPORT_SECONDS)
-    rounds = {span.span_id for span in receiver.named("round")[before:]}
-    spans = [span for span in receiver.spans if span.name != "round" or span.span_id in rounds]
-    verify_step = median(plain_steps) + target.seconds(gamma + 1) - target.seconds(1)
-    draft_step = (drafting_seconds(spans, gamma) - drafting_seconds(spans, 1)) / (gamma - 1)
-    return parts_of(spans, gamma, draft_step, verify_step)
+    rounds, single = requests_of(receiver.spans, gamma)[_WARM_UPS:], requests_of(receiver.spans, 1)
+    return parts_of(rounds, single, plain_steps, gamma, target.seconds(gamma + 1) - target.seconds(1))
 
 
 async def _measure_inside(pair: Pair, gamma: int, num_requests: int) -> list[Part]:

@@ -6,7 +6,7 @@ import pytest
 
 from shared.policy.step_costs import StepCosts
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.rounds import Part, drafting_seconds, parts_inside, parts_of
+from tests.benchmarks.rounds import parts_inside, parts_of, requests_of
 from tests.support.otlp import ReceivedSpan
 
 MS = 1_000_000
@@ -31,38 +31,48 @@ def a_round(
     ]
 
 
-def test_a_rounds_parts_are_medians_and_add_up() -> None:
-    spans = [each for i in range(5) for each in a_round(i, 11.0 * i, slower=0.5 if i == 3 else 0.0)]
+def test_a_rounds_stretches_are_told_apart() -> None:
+    spans = [each for i in range(3) for each in a_round(i, 11.0 * i, slower=0.5 if i == 1 else 0.0)]
     # Others' rounds, and those of another γ, are no part of it.
     spans += a_round(0, 500.0, request="alone") + a_round(9, 400.0, gamma=2)
-    parts = parts_of(reversed(spans), 4, draft_step=0.0005, verify_step=0.003)
-    assert [part.name for part in parts] == [
-        "router to draft worker",
-        "drafting",
-        "draft worker to router to target worker",
-        "verifying",
-        "target worker to router",
-        "router, to the next round",
-    ]
-    assert [part.seconds * 1e3 for part in parts] == pytest.approx([1, 3, 2, 3.5, 0.5, 1])
-    assert [part.steps * 1e3 for part in parts] == pytest.approx([0, 2, 0, 3, 0, 0])
+    (request,) = requests_of(reversed(spans), 4)
+    assert {name: pytest.approx([each * 1e3 for each in values]) for name, values in request.items()} == {
+        "router to draft worker": [1, 1, 1],
+        "drafting": [3, 3.5, 3],
+        "draft worker to router to target worker": [2, 2, 2],
+        "verifying": [3.5, 3.5, 3.5],
+        "target worker to router": [0.5, 0.5, 0.5],
+        "router, to the next round": [1, 0.5, 368],
+    }
 
 
 def test_a_round_without_its_drafts_does_not_count() -> None:
     whole = a_round(0, 0.0) + a_round(1, 11.0)
-    with pytest.raises(BenchmarkError, match="no round of 4"):
-        parts_of([each for each in whole if each.name != "draft"], 4, 0.0005, 0.003)
-    with pytest.raises(BenchmarkError, match="no round of 4"):
-        parts_of(a_round(0, 0.0), 4, 0.0005, 0.003)
-    assert Part("drafting", 0.003, 0.002) in parts_of(whole, 4, 0.0005, 0.003)
+    assert len(requests_of(whole, 4)) == 1
+    assert requests_of([each for each in whole if each.name != "draft"], 4) == []
+    assert requests_of(a_round(0, 0.0), 4) == []
 
 
-def test_what_drafting_takes_is_told_apart_by_the_number_of_tokens() -> None:
-    spans = [*a_round(0, 0.0, 0.2), *a_round(1, 11.0, 0.4), *a_round(2, 22.0, 9.0), *a_round(3, 50.0, 5.0, gamma=1)]
-    assert drafting_seconds(spans, 4) == pytest.approx(0.0034)
-    assert drafting_seconds(spans, 1) == pytest.approx(0.008)
-    with pytest.raises(BenchmarkError, match="no proposal of 2"):
-        drafting_seconds(spans, 2)
+def turn(begin: float, request: str, slower: float, gamma: int) -> list[ReceivedSpan]:
+    return [each for i in range(3) for each in a_round(i, begin + 20 * i, slower, request, gamma)]
+
+
+def test_steps_are_held_against_the_rounds_of_their_turn() -> None:
+    # Each turn is slower than the one before, in all that it does.
+    spans = [*turn(0, "a", 3, 4), *turn(100, "b", 0, 1), *turn(200, "c", 9, 4), *turn(300, "d", 3, 1)]
+    spans += [*turn(400, "e", 6, 4), *turn(500, "f", 1, 1)]
+    parts = parts_of(requests_of(spans, 4), requests_of(spans, 1), [0.003, 0.001, 0.0025], 4, rows=0.0002)
+    drafting, verifying = (next(part for part in parts if part.name == name) for name in ("drafting", "verifying"))
+    # 6, 12 and 9 ms, of which 4, 8 and 20/3 are steps.
+    assert (drafting.seconds * 1e3, (drafting.seconds - drafting.steps) * 1e3) == pytest.approx((9, 7 / 3))
+    assert (verifying.seconds * 1e3, (verifying.seconds - verifying.steps) * 1e3) == pytest.approx((3.5, 0.8))
+    assert [part.steps for part in parts if part not in (drafting, verifying)] == [0] * 4
+
+
+def test_every_turn_must_be_whole() -> None:
+    spans = [*turn(0, "a", 3, 4), *turn(100, "b", 0, 1), *turn(200, "c", 9, 4)]
+    with pytest.raises(BenchmarkError, match="2 turns, but 2 of 4 and 1 of 1 draft token"):
+        parts_of(requests_of(spans, 4), requests_of(spans, 1), [0.003, 0.001], 4, rows=0.0)
 
 
 def test_rounds_inside_a_target_are_told_apart_by_those_of_one_draft_token() -> None:

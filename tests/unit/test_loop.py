@@ -22,6 +22,7 @@ TIMEOUT = 30.0
 class ScriptedScheduler:
     def __init__(self) -> None:
         self.is_empty = True
+        self.has_work = False
         self.num_checks = 0
         self.checked = threading.Event()
         self.broken = False
@@ -38,6 +39,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.scheduler = ScriptedScheduler()
         self.work = 0
+        self.num_vain_steps = 0
         self.history: list[str] = []
         self.gate: threading.Event | None = None
         self.in_step = threading.Event()
@@ -45,8 +47,10 @@ class ScriptedEngine:
     def step(self) -> StepOutcome | None:
         assert threading.current_thread().name == "engine"
         if self.work == 0:
+            self.num_vain_steps += 1
             return None
         self.work -= 1
+        self.scheduler.has_work = self.work > 0
         self.in_step.set()
         if self.gate is not None:
             assert self.gate.wait(TIMEOUT)
@@ -126,6 +130,17 @@ def test_the_outcome_is_told_before_the_next_step() -> None:
         for _ in range(2):
             told.get(timeout=TIMEOUT)
     assert bench.engine.history == ["request", "step", "told", "step", "told"]
+
+
+def test_no_step_is_tried_where_all_wait_for_their_owners() -> None:
+    with running() as bench:
+        assert bench.engine.scheduler.checked.wait(TIMEOUT)  # the one that finds that there is nothing at the start
+        bench.engine.scheduler.is_empty = False
+        for _ in range(3):
+            bench.loop.submit(lambda: bench.add_work(2))
+            for _ in range(2):
+                bench.outcomes.get(timeout=TIMEOUT)
+    assert bench.engine.num_vain_steps == 1
 
 
 def test_blocks_are_checked_once_whenever_work_runs_out() -> None:

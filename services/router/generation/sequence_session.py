@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from outrider.v1 import inference_pb2, target_pb2, worker_pb2
 
 from services.router.generation.passage import Passage
 from services.router.generation.scout import Scout
+from services.router.generation.sequence_output import SequenceOutput
 from services.router.text.detokenizer import Detokenizer
 from services.router.workers.draft_link import DraftLink
 from services.router.workers.target_lane import LaneResult, TargetLane, WorkerLost
@@ -20,10 +21,9 @@ from shared.policy.pace import Pace
 from shared.policy.shape import PLAIN, Shape
 from shared.rpc.errors import Unavailable
 from shared.sampling.params import SamplingParams
-from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
+from shared.sampling.proposal import EMPTY_PROPOSAL
 from shared.telemetry.attributes import NUM_ACCEPTED, NUM_DRAFT_TOKENS, ROUND, SEQUENCE_INDEX
 from shared.telemetry.tracing import current_traceparent
-from shared.worker.draft_sources import SOURCES
 from shared.worker.messages import proposal_from_proto
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class SequenceSession:
         """Rounds until the sequence ends; everything is released on every way out."""
         # By which worker, since the latest result.
         failures: list[TargetLink] = []
+        output = SequenceOutput(self._session, self._params, self._detokenizer, emit)
         try:
             while not self._finish_reason:
                 try:
@@ -95,7 +96,8 @@ class SequenceSession:
                     while True:
                         _check(entry.result, len(self._token_ids), self._lane.link.draining)
                         failures.clear()
-                        emit(self._take(entry.result))
+                        tokens, self._finish_reason = output.take(entry.result, self._proposal)
+                        self._token_ids += tokens
                         if self._finish_reason:
                             return
                         entry = await (self._next_result(entry) if self._passage is None else self._move())
@@ -124,6 +126,7 @@ class SequenceSession:
                 self._scout.end()
             if self._draft is not None:
                 self._draft.release()
+            output.tell()
 
     def release(self) -> None:
         """Gives up its place on the target workers. Safe to call again."""
@@ -274,75 +277,6 @@ class SequenceSession:
     @property
     def _num_output_tokens(self) -> int:
         return len(self._token_ids) - len(self._options.prompt_ids)
-
-    def _take(self, result: target_pb2.StepResult) -> inference_pb2.GenerateResponse:
-        """Commits a result's tokens, and puts what the client gets of it into a chunk."""
-        tokens = list(result.token_ids)
-        stopped = result.status == target_pb2.STEP_STATUS_STOPPED
-        delta = self._detokenizer.push(tokens[:-1] if stopped else tokens)
-        text = delta.text
-        if delta.stopped:
-            tokens = tokens[: delta.num_tokens]
-            self._finish_reason = inference_pb2.FINISH_REASON_STOP
-        elif result.status != target_pb2.STEP_STATUS_RUNNING:
-            rest = self._detokenizer.flush()
-            text += rest.text
-            ended_by_text = stopped or rest.stopped
-            self._finish_reason = (
-                inference_pb2.FINISH_REASON_STOP if ended_by_text else inference_pb2.FINISH_REASON_LENGTH
-            )
-        self._token_ids += tokens
-        usage = self._session.usage
-        usage.tokens_committed(self._params.sequence_index, len(tokens), result.cached_tokens)
-        # What a stop string cut off is no output, and so not accepted.
-        num_kept = min(result.num_accepted, len(tokens))
-        drafted = EMPTY_PROPOSAL
-        if result.num_draft_tokens:
-            drafted = proposal_from_proto(result.self_drafted if result.HasField("self_drafted") else self._proposal)
-            depth = max(drafted.depths) if drafted.parents else result.num_draft_tokens
-            path = drafted.path(result.token_ids[: result.num_accepted])
-            usage.round_verified(_sources(drafted)[: result.num_draft_tokens], path, num_kept, depth)
-        chunk = inference_pb2.GenerateResponse(
-            index=self._params.sequence_index,
-            text=text,
-            token_ids=tokens,
-            logprobs=result.logprobs[: len(tokens)],
-            finish_reason=self._finish_reason,
-        )
-        if self._options.include_draft_tokens:
-            self._show_draft(chunk, drafted, result, tokens, num_kept)
-        return chunk
-
-    def _show_draft(
-        self,
-        chunk: inference_pb2.GenerateResponse,
-        drafted: Proposal,
-        result: target_pb2.StepResult,
-        tokens: Sequence[int],
-        num_kept: int,
-    ) -> None:
-        """Tells what became of the round's tokens: accepted, rejected, then what the target drew itself."""
-        nobody = inference_pb2.DRAFT_SOURCE_UNSPECIFIED
-        shown: list[tuple[int, inference_pb2.TokenOrigin, inference_pb2.DraftSource]] = []
-        if result.num_draft_tokens == 0:
-            shown = [(token, inference_pb2.TOKEN_ORIGIN_TARGET, nobody) for token in tokens]
-        else:
-            path, sources = drafted.path(result.token_ids[: result.num_accepted]), _sources(drafted)
-            rejected = drafted.following(path[:num_kept])
-            last = inference_pb2.TOKEN_ORIGIN_RECOVERED if drafted.following(path) else inference_pb2.TOKEN_ORIGIN_BONUS
-            for indices, origin in (
-                (path[:num_kept], inference_pb2.TOKEN_ORIGIN_ACCEPTED),
-                (rejected, inference_pb2.TOKEN_ORIGIN_REJECTED),
-            ):
-                shown += [(drafted.token_ids[i], origin, SOURCES[sources[i]]) for i in indices]
-            shown += [(token, last, nobody) for token in tokens[num_kept:]]
-        for token, origin, source in shown:
-            chunk.draft_tokens.add(token_id=token, text=self._session.text_of(token), origin=origin, source=source)
-
-
-def _sources(drafted: Proposal) -> Sequence[str]:
-    """Who drafted each token: a worker that does not say has a model and no more."""
-    return drafted.sources or ("model",) * len(drafted)
 
 
 def _is_round(result: target_pb2.StepResult) -> bool:

@@ -47,6 +47,11 @@ class Detokenizer:
         self._num_sent: int
         self._restart_window(list(prompt_ids[-_CONTEXT_TOKENS:]), num_held=0)
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings."""
+        return not self._stop_strings.empty
+
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Takes the next output tokens, without a stop token. After `stopped` no more may be pushed."""
         pieces: list[str] = []

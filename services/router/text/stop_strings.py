@@ -24,6 +24,11 @@ class StopStrings:
         self._automata = [_Automaton(stop) for stop in stop_strings]
         self._held = ""
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is none to be found."""
+        return not self._automata
+
     def push(self, text: str) -> StopScan:
         """Takes the next piece; the stop string and all after it are dropped."""
         if not self._automata:
