@@ -121,7 +121,7 @@ class EngineLoop:
             self._busy = False
 
     def _serve(self) -> None:
-        idle = False
+        idle, is_checked = False, False
         while True:
             # Everything that has come in meanwhile joins the same step; with no work, wait for some.
             self._busy = not idle
@@ -148,10 +148,10 @@ class EngineLoop:
             outcome = self.engine.step()
             if outcome is not None:
                 self._on_step(outcome)
-                idle = False
+                is_checked = False
             # Where all wait for their owners, another step would find that out, and hold up who is to tell them.
-            pauses = outcome is None or not self.engine.scheduler.has_work
-            if pauses and not idle and self.engine.scheduler.is_empty:
+            idle = outcome is None or not self.engine.scheduler.has_work
+            if idle and not is_checked and self.engine.scheduler.is_empty and self._requests.empty():
                 # Not whenever there is a pause: it walks through every block.
                 self.engine.scheduler.check()
-            idle = pauses
+                is_checked = True

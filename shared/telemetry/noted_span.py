@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from opentelemetry.util.types import AttributeValue
 
+from shared.telemetry.failure import Failure
+
 
 def _new_span_id() -> int:
     return random.getrandbits(64) or 1
@@ -16,15 +18,15 @@ def _new_span_id() -> int:
 
 @dataclass(eq=False, slots=True)
 class NotedSpan:
-    """A span to be; times in Unix nanoseconds. `parent` is a W3C `traceparent`, `error` what ended it, if not its
-    end."""
+    """A span to be; times in Unix nanoseconds. `parent` is a W3C `traceparent`, `failure` how it ended, if not
+    well."""
 
     name: str
     parent: str
     start_ns: int = field(default_factory=time.time_ns)
     end_ns: int = 0
     attributes: Mapping[str, AttributeValue] | None = None
-    error: BaseException | None = None
+    failure: Failure | None = None
     span_id: int = field(default_factory=_new_span_id)
 
     @property

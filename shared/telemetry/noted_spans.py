@@ -14,7 +14,7 @@ from typing import Final
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Tracer
 
 from shared.telemetry.noted_span import NotedSpan
 
@@ -34,13 +34,11 @@ class NotedSpans:
         self,
         tracer_with: Callable[[IdGenerator], Tracer],
         parent_context: Callable[[str], Context],
-        mark: Callable[[Span, BaseException], None],
     ) -> None:
-        """`tracer_with` makes a tracer whose spans have these ids; `mark` says on a span how it ended."""
+        """`tracer_with` makes a tracer whose spans have these ids, `parent_context` a context of a `traceparent`."""
         self._ids = _GivenIds()
         self._tracer = tracer_with(self._ids)
         self._parent_context = parent_context
-        self._mark = mark
         self._notes: deque[NotedSpan] = deque(maxlen=_MOST)
         self._num_dropped = 0
         self._wake = threading.Event()
@@ -51,7 +49,7 @@ class NotedSpans:
     def add(self, note: NotedSpan) -> None:
         self._num_dropped += len(self._notes) == _MOST
         self._notes.append(note)
-        if len(self._notes) == _MANY:
+        if len(self._notes) >= _MANY and not self._wake.is_set():
             self._wake.set()
 
     def close(self) -> None:
@@ -68,8 +66,12 @@ class NotedSpans:
         self._make_all()
 
     def _make_all(self) -> None:
-        while self._notes:
-            self._make(self._notes.popleft())
+        # Of those that come meanwhile is the next pass.
+        for _ in range(len(self._notes)):
+            try:
+                self._make(self._notes.popleft())
+            except Exception:
+                logger.warning("a span could not be made", exc_info=True)
         num_dropped, self._num_dropped = self._num_dropped, 0
         if num_dropped:
             logger.warning("spans came faster than they could be made: %d are lost", num_dropped)
@@ -78,8 +80,8 @@ class NotedSpans:
         self._ids.span_id = note.span_id
         context = self._parent_context(note.parent)
         span = self._tracer.start_span(note.name, context, attributes=note.attributes, start_time=note.start_ns)
-        if note.error is not None:
-            self._mark(span, note.error)
+        if note.failure is not None:
+            note.failure.mark(span, note.end_ns)
         span.end(note.end_ns)
 
 

@@ -6,7 +6,6 @@ the tracer and meter are OpenTelemetry's no-ops and the SDK is not even imported
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -22,8 +21,6 @@ from opentelemetry.trace import (
     NoOpTracerProvider,
     Span,
     SpanKind,
-    Status,
-    StatusCode,
     Tracer,
     get_current_span,
     set_span_in_context,
@@ -31,7 +28,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from shared.telemetry.attributes import CANCELLED, ERROR_TYPE
+from shared.telemetry.failure import Failure
 from shared.telemetry.noted_span import NotedSpan
 from shared.telemetry.prometheus import PrometheusPage
 
@@ -87,7 +84,7 @@ class Telemetry:
             try:
                 yield span
             except BaseException as error:
-                _mark_ended_by(span, error)
+                Failure.of(error).mark(span)
                 raise
 
     @contextmanager
@@ -98,7 +95,8 @@ class Telemetry:
         try:
             yield span
         except BaseException as error:
-            span.error = error
+            if span.parent:
+                span.failure = Failure.of(error)
             raise
         finally:
             if span.parent:
@@ -177,7 +175,7 @@ def configure(service_name: str, endpoint: str | None, page: PrometheusPage | No
         provider.add_span_processor(processor)
         return provider.get_tracer("outrider")
 
-    noted = NotedSpans(tracer_with, parent_context, _mark_ended_by)
+    noted = NotedSpans(tracer_with, parent_context)
 
     def flush() -> None:
         noted.close()
@@ -231,22 +229,6 @@ def current_traceparent() -> str:
 def parent_context(traceparent: str) -> Context:
     """The context whose current span is the remote one named; an empty context if malformed or ""."""
     return _propagator.extract({"traceparent": traceparent}, Context())
-
-
-def _mark_ended_by(span: Span, error: BaseException) -> None:
-    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        mark_cancelled(span)
-    elif isinstance(error, Exception):
-        span.record_exception(error)
-        span.set_attribute(ERROR_TYPE, type(error).__qualname__)
-        span.set_status(Status(StatusCode.ERROR, str(error)))
-
-
-def mark_cancelled(span: Span) -> None:
-    """Say on a span that its work was cancelled: an attribute, an event and the status."""
-    span.set_attribute(CANCELLED, True)
-    span.add_event("cancelled")
-    span.set_status(Status(StatusCode.ERROR, "cancelled"))
 
 
 def _flush(flush: Callable[[], None]) -> None:

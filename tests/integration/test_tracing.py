@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -254,6 +256,78 @@ def test_a_sequence_without_traceparent_makes_no_span(receiver: OtlpReceiver) ->
     telemetry.record_span("step", "", 1, 2)
     telemetry.shutdown()
     assert receiver.spans == []
+
+
+def test_a_noted_span_is_what_a_span_is(receiver: OtlpReceiver) -> None:
+    telemetry = configure("router", receiver.endpoint)
+    with telemetry.span("request") as span:
+        parent = traceparent(span)
+        with telemetry.noted_span("round", parent) as noted:
+            noted.attributes = {"outrider.round": 1}
+            telemetry.record_span("draft", noted.traceparent, 1_000, 5_000)
+        for error in (ValueError("a bug"), asyncio.CancelledError()):
+            with pytest.raises(type(error)), telemetry.noted_span("failed", parent):
+                raise error
+    telemetry.shutdown()
+    request, found, draft = (receiver.span(name) for name in ("request", "round", "draft"))
+    assert (found.parent_id, draft.parent_id) == (request.span_id, found.span_id)
+    assert request.start_ns <= found.start_ns <= found.end_ns <= request.end_ns
+    assert (found.attributes, found.status) == ({"outrider.round": 1}, 0)
+    broken, cancelled = receiver.named("failed")
+    if broken.events == ("cancelled",):
+        broken, cancelled = cancelled, broken
+    assert (broken.status, broken.status_message, broken.events) == (ERROR, "a bug", ("exception",))
+    assert broken.attributes == {"error.type": "ValueError"}
+    assert (cancelled.status, cancelled.status_message) == (ERROR, "cancelled")
+    assert cancelled.attributes == {"outrider.cancelled": True}
+
+
+def test_one_span_that_cannot_be_made_is_the_only_one_lost(receiver: OtlpReceiver) -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    telemetry = configure("router", receiver.endpoint)
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    with pytest.raises(Unspeakable), telemetry.noted_span("unspeakable", parent):
+        raise Unspeakable
+    telemetry.record_span("unmakable", parent, 1, 2, cast(Any, 5))
+    telemetry.record_span("next", parent, 1_000, 5_000)
+    telemetry.shutdown()
+    assert receiver.span("next").end_ns == 5_000
+    assert receiver.span("unspeakable").status == ERROR
+
+
+def test_a_flood_of_noted_spans_is_bounded_and_told_of(
+    receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.telemetry.noted_spans._MANY", 1 << 20)
+    monkeypatch.setattr("shared.telemetry.noted_spans._SECONDS", 60.0)
+    telemetry = configure("router", receiver.endpoint)
+    for i in range(5_000):
+        telemetry.record_span(f"span {i}", f"00-{'a' * 32}-{'b' * 16}-01", 1_000, 5_000)
+    telemetry.shutdown()
+    assert "spans came faster than they could be made: 904 are lost" in caplog.text
+    assert receiver.named("span 903") == []
+
+
+def test_an_error_does_not_outlive_its_handling_for_a_span() -> None:
+    class Held:
+        pass
+
+    telemetry = configure("router", None)
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        with suppress(ValueError), telemetry.noted_span("round", f"00-{'a' * 32}-{'b' * 16}-01") as _span:
+            raise ValueError(held)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("endpoint", ["ftp://collector:4317", "http://", "redis://a:1"])

@@ -156,6 +156,23 @@ def test_blocks_are_checked_once_whenever_work_runs_out() -> None:
     assert 1 <= bench.engine.scheduler.num_checks <= 3
 
 
+def test_blocks_are_not_checked_while_requests_wait() -> None:
+    with running() as bench:
+        assert bench.engine.scheduler.checked.wait(TIMEOUT)
+        left = iter(range(3))
+
+        def go_on(outcome: StepOutcome) -> None:
+            if next(left, None) is not None:
+                bench.loop.submit(lambda: bench.add_work(1))
+            bench.outcomes.put(outcome)
+
+        bench.on_step = go_on
+        bench.loop.submit(lambda: bench.add_work(1))
+        for _ in range(4):
+            bench.outcomes.get(timeout=TIMEOUT)
+    assert bench.engine.scheduler.num_checks <= 2
+
+
 def test_blocks_are_not_checked_in_a_pause_of_sequences_that_go_on() -> None:
     with running() as bench:
         assert bench.engine.scheduler.checked.wait(TIMEOUT)  # empty from the start

@@ -37,8 +37,8 @@ class Bench:
     def __init__(self, *stop_strings: str) -> None:
         self.chunks: list[inference_pb2.GenerateResponse] = []
         self.broken = False
-        usage = UsageMeter(RouterMetrics(configure("router", None).meter, "tiny"), "chat")
-        session = SimpleNamespace(usage=usage, options=SimpleNamespace(include_draft_tokens=False))
+        self.usage = UsageMeter(RouterMetrics(configure("router", None).meter, "tiny"), "chat")
+        session = SimpleNamespace(usage=self.usage, options=SimpleNamespace(include_draft_tokens=False))
         detokenizer = Detokenizer(cast(Any, Letters()), stop_strings)
         params = SamplingParams(temperature=0.0)
         self.output = SequenceOutput(cast(Session, session), params, detokenizer, self._emit)
@@ -102,12 +102,29 @@ async def test_a_text_that_may_end_the_sequence_is_looked_at_at_once() -> None:
     assert bench.texts == ["a", ""]
 
 
-async def test_text_that_cannot_be_made_fails_the_request_at_its_end() -> None:
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+async def test_text_that_cannot_be_made_fails_the_request_at_the_next_result() -> None:
     bench = Bench()
     bench.broken = True
     bench.take(0)
+    bench.take(1)
     for _ in range(3):
         await asyncio.sleep(0)
+    bench.broken = False
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a bug"):
+            bench.take(2)
+    # Told of nothing behind what it was not told of, and nothing is counted twice.
+    bench.output.tell()
+    assert bench.texts == []
+    assert bench.usage.to_proto().output_tokens == 1
+
+
+async def test_text_that_cannot_be_made_at_the_end_fails_the_request() -> None:
+    bench = Bench()
+    bench.broken = True
+    bench.take(0)
     with pytest.raises(RuntimeError, match="a bug"):
         bench.take(1, status=target_pb2.STEP_STATUS_STOPPED)
+    bench.broken = False
+    bench.output.tell()
+    assert bench.texts == []

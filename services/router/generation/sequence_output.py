@@ -23,7 +23,7 @@ class SequenceOutput:
     """Turns results into chunks with their text.
 
     A worker waits for what is next, and a client would not notice: where a result's text cannot end the sequence, it is
-    made when workers have been told. Should that fail, it fails again at the end, which is the request's.
+    made when workers have been told. Should that fail, the next result cannot be taken.
     """
 
     def __init__(
@@ -39,27 +39,38 @@ class SequenceOutput:
         self._emit = emit
         # Results, with what the router had drafted for them.
         self._untold: deque[tuple[target_pb2.StepResult, worker_pb2.Proposal]] = deque()
+        self._failure: Exception | None = None
 
     def take(
         self, result: target_pb2.StepResult, proposal: worker_pb2.Proposal
     ) -> tuple[Sequence[int], inference_pb2.FinishReason]:
         """Which tokens of a result are output, and how they end the sequence, if they do. `proposal`: what the router
-        had drafted for it, if anything."""
+        had drafted for it, if anything. Raises what kept the client from being told of one before."""
+        if self._failure is not None:
+            raise self._failure
         if result.status != target_pb2.STEP_STATUS_RUNNING or self._detokenizer.may_stop:
             self.tell()
             return self._tell(result, proposal)
         if not self._untold:
             # What goes on now wakes those who write to workers: they are one turn of the loop away, this is two.
             loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self.tell)
+            loop.call_soon(loop.call_soon, self._tell_untold)
         self._untold.append((result, proposal))
         return result.token_ids, inference_pb2.FINISH_REASON_UNSPECIFIED
 
     def tell(self) -> None:
-        """Tells the client now of what was taken."""
-        while self._untold:
-            self._tell(*self._untold[0])
-            self._untold.popleft()
+        """Tells the client now of what was taken. What cannot be told ends that: nothing behind it is, either."""
+        try:
+            while self._untold:
+                self._tell(*self._untold.popleft())
+        finally:
+            self._untold.clear()
+
+    def _tell_untold(self) -> None:
+        try:
+            self.tell()
+        except Exception as error:
+            self._failure = error
 
     def _tell(
         self, result: target_pb2.StepResult, proposal: worker_pb2.Proposal
