@@ -247,7 +247,8 @@ class SelfDraftingPolicy:
         """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
         nothing that would have been drafted whatever was decided."""
         at = self._at(load)
-        seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, self._costs.seconds(load, 0)))
+        if seconds > _MOST_TIMES * at.of(drafted).step_seconds:
+            seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, self._costs.seconds(load, 0)))
         at.seconds += seconds
         at.of(drafted).observe(num_tokens, seconds + (at.pay(num_tokens) if drafted else 0.0))
         if at.num_left > 0 and drafted != at.drafts:

@@ -66,6 +66,9 @@ class Medusa:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
         assert captured is not None
         self._drafting, self._logits = {}, {}
+        if not follows:
+            self._hidden.clear()
+            return
         kept = [each for each in kept_tokens(plan, sampled) if each.item.num_rows]
         if kept:
             last = captured[:, 0].index_select(0, torch.tensor([each.places[-1] for each in kept]).to(captured.device))

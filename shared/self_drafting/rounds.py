@@ -101,17 +101,23 @@ class SelfDrafting:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
         self._load, self._num_free, self._drafts, self._spent = 0, 0, False, 0.0
+        self._sweep(scheduler)
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
         self._soon = len(decoding) + scheduler.num_coming()
-        self._follow(wanting)
+        if not wanting:  # what is done for others says nothing of who drafts
+            return
+        self._load = len(decoding)
+        self._num_free = _num_free(wanting)
+        drafting = self._who_may_draft(wanting)
+        if not drafting and self._copies is None:
+            return
+        self._follow(drafting)
         began = self._clock()
-        if wanting:  # what is done for others says nothing of who drafts
-            self._load = len(decoding)
-        room = scheduler.draft_room() // max(1, self._load)
-        copied = self._copy(scheduler, wanting, room)
-        growing = self._who_may_grow(wanting)
-        num_growing, self._num_free = _num_free(growing), _num_free(wanting)
+        room = scheduler.draft_room() // self._load
+        copied = self._copy(wanting, room)
+        growing = self._who_may_grow(drafting)
+        num_growing = _num_free(growing)
         # What is tried with fewer says little.
         self._drafts = num_growing > 0 and self._policy.drafts(self._soon, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
@@ -121,6 +127,8 @@ class SelfDrafting:
         self._choose(scheduler, copied, grown, room)
 
     def planned(self, plan: StepPlan | None) -> bool:
+        if not self._rounds:
+            return False
         scheduled = set() if plan is None else {item.sequence for item in plan.scheduled}
         left_out = [each for each in self._rounds if each not in scheduled]
         self._give_up(left_out)
@@ -155,21 +163,28 @@ class SelfDrafting:
         self._num_plain = 0 if self._rounds else self._num_plain + 1
         if self._num_plain % _PLAIN_STEPS_APART == 0:
             self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
-        # What fixed shapes bring says nothing of whether drafting pays.
-        fixed = [len(each.token_ids) - found.position for each, found in self._rounds.items() if is_fixed(each)]
-        if self._growth is not None and self._num_free:
-            # By the load for which it was decided.
-            self._policy.observe(self._soon, self._drafts, num_tokens - sum(fixed), seconds + self._spent)
+        if self._growth is None or not self._num_free:
+            return
+        for sequence, found in self._rounds.items():
+            if is_fixed(sequence):  # which says nothing of whether drafting pays
+                num_tokens -= len(sequence.token_ids) - found.position
+        # By the load for which it was decided.
+        self._policy.observe(self._soon, self._drafts, num_tokens, seconds + self._spent)
+
+    def _who_may_draft(self, sequences: List[Sequence]) -> List[Sequence]:
+        """Of whom drafts of the drafter's are to be expected."""
+        if self._growth is None:
+            return []
+        expected = self._policy.follows(self._soon)
+        return [each for each in sequences if (expected or is_fixed(each)) and _may_have(each, "target")]
 
     def _follow(self, sequences: List[Sequence]) -> None:
         """Has the drafter take in what it lacks of those that are to have drafts of it."""
         if self._growth is None or not sequences:
             return
         drafter, policy, began = self._growth.drafter, self._policy, self._clock()
-        expected = policy.follows(self._soon)
-        asked = [each for each in sequences if _may_have(each, "target") and (expected or is_fixed(each))]
         try:
-            lacking = {each: num for each in asked if (num := drafter.num_lacking(each))}
+            lacking = {each: num for each in sequences if (num := drafter.num_lacking(each))}
             followed = [
                 each
                 for each, num in lacking.items()
@@ -200,13 +215,21 @@ class SelfDrafting:
         spent = looking + verifying * sources.count("suffix") / num_verified
         return sum(sources[i] == "suffix" for i in path), spent / share
 
-    def _copy(self, scheduler: Scheduler, wanting: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
+    def _sweep(self, scheduler: Scheduler) -> None:
+        if self._copies is None:
+            return
+        try:
+            self._copies.sweep(set(scheduler.sequences()))
+        except Exception as error:
+            self._copies = None
+            _report("suffix", error)
+
+    def _copy(self, wanting: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
         """For whom there is something."""
         if self._copies is None:
             return {}
         found: dict[Sequence, CopiedDraft] = {}
         try:
-            self._copies.sweep(set(scheduler.sequences()))
             looked_for = [
                 each
                 for each in wanting
@@ -246,13 +269,11 @@ class SelfDrafting:
             return {}
 
     def _who_may_grow(self, sequences: List[Sequence]) -> List[Sequence]:
+        """Of those of whom drafts are to be expected, who is ready for them."""
         if self._growth is None:
             return []
-        may = [each for each in sequences if _may_have(each, "target")]
-        if not self._policy.follows(self._soon):
-            may = [each for each in may if is_fixed(each)]
         try:
-            return [each for each in may if self._growth.drafter.ready(each)]
+            return [each for each in sequences if self._growth.drafter.ready(each)]
         except Exception as error:
             self._drafter_failed(error)
             return []

@@ -16,6 +16,7 @@ from services.target.settings import TargetSettings
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.verifier import verify
 from shared.self_drafting.drafter import Growing, SelfDrafter
@@ -139,6 +140,31 @@ def test_a_medusa_guesses_what_its_paper_says(
         return medusa_logits(plain, seen_by(model, tokens[:-1])[-1][-1], len(drafted), num_blocks)
 
     check_guesses(recording, load_reference(target), reference)
+
+
+def test_a_medusa_that_rested_guesses_right_again(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nothing is expected of it, it keeps nothing: least of all what the target saw before."""
+    weights = medusa_weights(config_of(target), 3, 1, "original")
+    engine, recording = engine_with(target, write_medusa(tmp_path, weights))
+    expected = True
+    monkeypatch.setattr(SelfDraftingPolicy, "follows", lambda *_: expected)
+    monkeypatch.setattr(SelfDraftingPolicy, "drafts", lambda *_: True)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, self_draft=SelfDraft())
+    text = EngineSequence([1, 2, 3], 3, params, bytes(32), num_steps=1000)
+    engine.scheduler.add(text)
+    for expected in (True, False, True):
+        before = len(recording.guesses)
+        for _ in range(3):
+            assert engine.step() is not None
+        assert recording.ready(text) == expected
+        assert (len(recording.guesses) > before) == expected
+    plain = dict(zip(medusa_weights(config_of(target), 3, 1), weights.values(), strict=True))
+    model = load_reference(target)
+    for tokens, drafted, logits in recording.guesses:
+        wanted = medusa_logits(plain, seen_by(model, tokens[:-1])[-1][-1], len(drafted), 1)
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("native", ["off", "auto"])
