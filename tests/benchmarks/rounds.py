@@ -1,8 +1,8 @@
 """`make bench-rounds`: where the time of a round goes, from the spans of the three processes.
 
 One stream with a fixed γ in turns with γ = 1 and plain decoding, every request traced. A draft step is what each token
-behind the first adds; verifying is a plain step, and what γ more tokens add to it by the measurement at warm-up. Both
-are held against the rounds of the same turn, for memory's speed wanders within a run, and medians of that are shown.
+behind the first adds; verifying is a plain step, and what the tokens behind the first add to its time. Both are held
+against the rounds of the same turn, for memory's speed wanders within a run, and medians of that are shown.
 What is left is what a round takes for being one over a network, and tracing.
 
 With `--inside` the draft model is in the target worker, where a round has no spans: it is held against plain steps and
@@ -39,7 +39,7 @@ from tests.benchmarks.worker_info import worker_info
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
-_NUM_TOKENS = 128
+_NUM_TOKENS = 48
 _WARM_UPS = 2
 _EXPORT_SECONDS = 30.0
 _SERVICES = {"router": "ROUTER", "draft": "DRAFT", "target-0": "TARGET"}
@@ -94,22 +94,21 @@ def _stretches(
 
 
 def parts_of(
-    rounds: Sequence[Stretches], single: Sequence[Stretches], plain: Sequence[float], gamma: int, rows: float
+    rounds: Sequence[Stretches], single: Sequence[Stretches], plain: Sequence[float], gamma: int
 ) -> list[Part]:
     """Medians over the turns of a run: each has a request with rounds of γ draft tokens, one with a `single` one in
-    each round, and seconds of `plain` steps. `rows`: seconds that γ more rows add to one.
+    each round, and seconds of `plain` steps.
 
     Raises BenchmarkError if not every turn has all three.
     """
     if not len(rounds) == len(single) == len(plain) > 0:
         raise BenchmarkError(f"{len(plain)} turns, but {len(rounds)} of {gamma} and {len(single)} of 1 draft token")
-    spent = [{name: median(values) for name, values in each.items()} for each in rounds]
+    spent, spent_on_one = ([{name: median(its[name]) for name in its} for its in each] for each in (rounds, single))
+    turns = list(zip(spent, spent_on_one, plain, strict=True))
     steps = {
-        "drafting": [
-            gamma / (gamma - 1) * (these["drafting"] - median(one["drafting"]))
-            for these, one in zip(spent, single, strict=True)
-        ],
-        "verifying": [step + rows for step in plain],
+        "drafting": [gamma / (gamma - 1) * (these["drafting"] - one["drafting"]) for these, one, _ in turns],
+        # A second row is read with the first.
+        "verifying": [step + these["verifying"] - one["verifying"] for these, one, step in turns],
     }
     parts = []
     for name in spent[0]:
@@ -139,11 +138,10 @@ async def _measure(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
                     await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, mode)
                 plain = await run_load(stub, [pair.prompts(PROMPT_TOKENS)], _NUM_TOKENS, OFF)
                 plain_steps.append((plain.seconds - plain.ttft_seconds[0]) / (_NUM_TOKENS - 1))
-            target = await _costs(stack)
             check_undisturbed(stack)
         await asyncio.to_thread(receiver.wait_for, lambda _: _complete(receiver), _EXPORT_SECONDS)
     rounds, single = requests_of(receiver.spans, gamma)[_WARM_UPS:], requests_of(receiver.spans, 1)
-    return parts_of(rounds, single, plain_steps, gamma, target.seconds(gamma + 1) - target.seconds(1))
+    return parts_of(rounds, single, plain_steps, gamma)
 
 
 async def _measure_inside(pair: Pair, gamma: int, num_requests: int) -> list[Part]:
@@ -216,7 +214,7 @@ def main() -> None:
     parser.add_argument("--pair", choices=PAIR_NAMES, default="synthetic", help="Which models; default synthetic.")
     parser.add_argument("--gamma", type=int, default=4, help="Draft tokens of every round, at least 2; default 4.")
     parser.add_argument("--inside", action="store_true", help="The draft model inside the target worker.")
-    parser.add_argument("--requests", type=int, default=10, help="How many, one after another; default 10.")
+    parser.add_argument("--requests", type=int, default=25, help="How many, one after another; default 25.")
     options = parser.parse_args()
     if options.gamma < 2:
         parser.error(f"--gamma is {options.gamma}: what a draft step takes is seen from 2 on")

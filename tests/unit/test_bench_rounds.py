@@ -20,13 +20,13 @@ def span(name: str, span_id: str, parent: str, begin: float, end: float, gamma: 
 
 
 def a_round(
-    number: int, begin: float, slower: float = 0.0, request: str = "request", gamma: int = 4
+    number: int, begin: float, slower: float = 0.0, request: str = "request", gamma: int = 4, verifying: float = 3.5
 ) -> list[ReceivedSpan]:
     """10 ms and another until the next: 1 to the drafter, 3 there, 2 on the way, 3.5 of verifying, 0.5 back."""
     name = f"{request}-{number}"
     return [
         span("draft", f"d-{name}", name, begin + 1, begin + 4 + slower, gamma),
-        span("verify", f"v-{name}", name, begin + 6 + slower, begin + 9.5 + slower),
+        span("verify", f"v-{name}", name, begin + 6 + slower, begin + 6 + slower + verifying),
         span("round", name, request, begin, begin + 10 + slower, gamma),
     ]
 
@@ -54,25 +54,26 @@ def test_a_round_without_its_drafts_does_not_count() -> None:
 
 
 def turn(begin: float, request: str, slower: float, gamma: int) -> list[ReceivedSpan]:
-    return [each for i in range(3) for each in a_round(i, begin + 20 * i, slower, request, gamma)]
+    verifying = 3.2 if gamma == 1 else 3.5
+    return [each for i in range(3) for each in a_round(i, begin + 20 * i, slower, request, gamma, verifying)]
 
 
 def test_steps_are_held_against_the_rounds_of_their_turn() -> None:
     # Each turn is slower than the one before, in all that it does.
     spans = [*turn(0, "a", 3, 4), *turn(100, "b", 0, 1), *turn(200, "c", 9, 4), *turn(300, "d", 3, 1)]
     spans += [*turn(400, "e", 6, 4), *turn(500, "f", 1, 1)]
-    parts = parts_of(requests_of(spans, 4), requests_of(spans, 1), [0.003, 0.001, 0.0025], 4, rows=0.0002)
+    parts = parts_of(requests_of(spans, 4), requests_of(spans, 1), [0.003, 0.001, 0.0025], 4)
     drafting, verifying = (next(part for part in parts if part.name == name) for name in ("drafting", "verifying"))
     # 6, 12 and 9 ms, of which 4, 8 and 20/3 are steps.
     assert (drafting.seconds * 1e3, (drafting.seconds - drafting.steps) * 1e3) == pytest.approx((9, 7 / 3))
-    assert (verifying.seconds * 1e3, (verifying.seconds - verifying.steps) * 1e3) == pytest.approx((3.5, 0.8))
+    assert (verifying.seconds * 1e3, (verifying.seconds - verifying.steps) * 1e3) == pytest.approx((3.5, 0.7))
     assert [part.steps for part in parts if part not in (drafting, verifying)] == [0] * 4
 
 
 def test_every_turn_must_be_whole() -> None:
     spans = [*turn(0, "a", 3, 4), *turn(100, "b", 0, 1), *turn(200, "c", 9, 4)]
     with pytest.raises(BenchmarkError, match="2 turns, but 2 of 4 and 1 of 1 draft token"):
-        parts_of(requests_of(spans, 4), requests_of(spans, 1), [0.003, 0.001], 4, rows=0.0)
+        parts_of(requests_of(spans, 4), requests_of(spans, 1), [0.003, 0.001], 4)
 
 
 def test_rounds_inside_a_target_are_told_apart_by_those_of_one_draft_token() -> None:
