@@ -67,7 +67,8 @@ class Medusa:
         assert captured is not None
         self._drafting, self._logits = {}, {}
         if not follows:
-            self._hidden.clear()
+            for item in plan.scheduled:
+                self._hidden.pop(item.sequence, None)
             return
         kept = [each for each in kept_tokens(plan, sampled) if each.item.num_rows]
         if kept:

@@ -78,6 +78,8 @@ class SelfDrafting:
         self._soon = 0
         # Of these, who may have of a drafter what pays.
         self._num_free = 0
+        # Whether drafts of the drafter's are to be expected of any, and whether they have them in this step.
+        self._expects = False
         self._drafts = False
         self._spent = 0.0
         self._num_plain = 0
@@ -100,7 +102,7 @@ class SelfDrafting:
     def propose(self, scheduler: Scheduler) -> None:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
-        self._load, self._num_free, self._drafts, self._spent = 0, 0, False, 0.0
+        self._load, self._num_free, self._drafts, self._spent, self._expects = 0, 0, False, 0.0, False
         self._sweep(scheduler)
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
@@ -110,6 +112,7 @@ class SelfDrafting:
         self._load = len(decoding)
         self._num_free = _num_free(wanting)
         drafting = self._who_may_draft(wanting)
+        self._expects = bool(drafting)
         if not drafting and self._copies is None:
             return
         self._follow(drafting)
@@ -143,9 +146,10 @@ class SelfDrafting:
             self._drafter_failed(error)
 
     def _observes(self, plan: StepPlan) -> bool:
-        """Whether a drafter is to keep up with the sequences of that step."""
+        """Whether a drafter is to keep up with the sequences of that step: with those that are to have drafts of it,
+        and with those that begin where drafts are to be expected of as many."""
         fixed = any(is_fixed(each.sequence) and _may_have(each.sequence, "target") for each in plan.scheduled)
-        return fixed or self._policy.follows(max(len(plan.scheduled), self._soon))
+        return fixed or self._expects or self._policy.follows(max(len(plan.scheduled), self._soon))
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
         for sequence, (tree, position) in self._grown.items():

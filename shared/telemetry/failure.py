@@ -25,9 +25,13 @@ class Failure:
         """Cancellation, over which OpenTelemetry's own context manager passes, is one as well."""
         if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             return cls("cancelled", "cancelled", {CANCELLED: True}, {})
-        name, message = type(error).__qualname__, _text(error)
-        stack = "".join(traceback.format_exception(error))
-        described = {"exception.type": name, "exception.message": message, "exception.stacktrace": stack}
+        kind, message = type(error), _text(error)
+        name = kind.__qualname__
+        described = {
+            "exception.type": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
+            "exception.message": message,
+            "exception.stacktrace": _encodable("".join(traceback.format_exception(error))),
+        }
         return cls(message, "exception", {ERROR_TYPE: name}, described)
 
     def mark(self, span: Span, at_ns: int | None = None) -> None:
@@ -39,6 +43,11 @@ class Failure:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return _encodable(str(error))
     except Exception:
         return "an error that cannot be shown"
+
+
+def _encodable(text: str) -> str:
+    """A file's name may be no Unicode, and what cannot be exported takes the spans beside it with it."""
+    return text.encode(errors="replace").decode()

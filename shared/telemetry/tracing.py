@@ -84,7 +84,8 @@ class Telemetry:
             try:
                 yield span
             except BaseException as error:
-                Failure.of(error).mark(span)
+                if span.is_recording():
+                    Failure.of(error).mark(span)
                 raise
 
     @contextmanager

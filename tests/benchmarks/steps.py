@@ -220,7 +220,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--quantize", choices=("int8", "int4"), nargs="+", default=[], help="And with weights rounded to these."
     )
-    parser.add_argument("--turns", type=int, default=9, help="Medians are over this many; default 9.")
+    parser.add_argument("--turns", type=int, default=25, help="Medians are over this many; default 25.")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="Default: one a core.")
     return parser.parse_args()
 

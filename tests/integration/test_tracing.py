@@ -265,7 +265,7 @@ def test_a_noted_span_is_what_a_span_is(receiver: OtlpReceiver) -> None:
         with telemetry.noted_span("round", parent) as noted:
             noted.attributes = {"outrider.round": 1}
             telemetry.record_span("draft", noted.traceparent, 1_000, 5_000)
-        for error in (ValueError("a bug"), asyncio.CancelledError()):
+        for error in (ValueError("a bug \udcff"), asyncio.CancelledError()):
             with pytest.raises(type(error)), telemetry.noted_span("failed", parent):
                 raise error
     telemetry.shutdown()
@@ -276,7 +276,7 @@ def test_a_noted_span_is_what_a_span_is(receiver: OtlpReceiver) -> None:
     broken, cancelled = receiver.named("failed")
     if broken.events == ("cancelled",):
         broken, cancelled = cancelled, broken
-    assert (broken.status, broken.status_message, broken.events) == (ERROR, "a bug", ("exception",))
+    assert (broken.status, broken.status_message, broken.events) == (ERROR, "a bug ?", ("exception",))
     assert broken.attributes == {"error.type": "ValueError"}
     assert (cancelled.status, cancelled.status_message) == (ERROR, "cancelled")
     assert cancelled.attributes == {"outrider.cancelled": True}

@@ -18,6 +18,7 @@ from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.sampling.params import SamplingParams, SelfDraft
+from shared.sampling.proposal import Proposal
 from shared.sampling.verifier import verify
 from shared.self_drafting.drafter import Growing, SelfDrafter
 from shared.self_drafting.loader import load_head
@@ -140,6 +141,33 @@ def test_a_medusa_guesses_what_its_paper_says(
         return medusa_logits(plain, seen_by(model, tokens[:-1])[-1][-1], len(drafted), num_blocks)
 
     check_guesses(recording, load_reference(target), reference)
+
+
+def test_a_medusa_drafts_for_one_beside_others_that_a_router_drafts_for(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many as there are in the step drafts would not be expected, but of this one alone they are."""
+    weights = medusa_weights(config_of(target), 3, 1, "original")
+    engine, recording = engine_with(target, write_medusa(tmp_path, weights))
+    monkeypatch.setattr(SelfDraftingPolicy, "follows", lambda _, load: load <= 1)
+    monkeypatch.setattr(SelfDraftingPolicy, "drafts", lambda *_: True)
+
+    def begin(prompt: list[int], wanted: SelfDraft | None) -> EngineSequence:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, self_draft=wanted)
+        sequence = EngineSequence(prompt, len(prompt), params, bytes(32), num_steps=1000)
+        engine.scheduler.add(sequence)
+        return sequence
+
+    others = [begin([i, 1, 2], None) for i in range(1, 4)]
+    assert engine.step() is not None
+    text = begin([1, 2, 3], SelfDraft())
+    for step in range(6):
+        for other in others:
+            other.proposal = Proposal((7,))
+        before = len(recording.guesses)
+        assert engine.step() is not None
+        assert recording.ready(text) == (step > 0)
+        assert (len(recording.guesses) > before) == (step > 1)
 
 
 def test_a_medusa_that_rested_guesses_right_again(

@@ -102,13 +102,14 @@ async def test_a_text_that_may_end_the_sequence_is_looked_at_at_once() -> None:
     assert bench.texts == ["a", ""]
 
 
-async def test_text_that_cannot_be_made_fails_the_request_at_the_next_result() -> None:
+async def test_text_that_cannot_be_made_fails_the_request_at_the_next_result(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.broken = True
     bench.take(0)
     bench.take(1)
     for _ in range(3):
         await asyncio.sleep(0)
+    assert "what a client is to get could not be made" in caplog.text
     bench.broken = False
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a bug"):

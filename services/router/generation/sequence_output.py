@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from shared.worker.messages import proposal_from_proto
 
 if TYPE_CHECKING:
     from services.router.generation.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class SequenceOutput:
@@ -70,6 +73,8 @@ class SequenceOutput:
         try:
             self.tell()
         except Exception as error:
+            # The sequence may end before another result comes, by something else.
+            logger.exception("what a client is to get could not be made")
             self._failure = error
 
     def _tell(
