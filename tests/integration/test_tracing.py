@@ -23,6 +23,7 @@ from outrider.v1 import inference_pb2, inference_pb2_grpc, target_pb2, target_pb
 from shared.rpc import errors
 from shared.rpc.channel import connect, trace_metadata
 from shared.rpc.server import RpcServer
+from shared.telemetry.failure import Failure
 from shared.telemetry.metrics import RouterMetrics
 from shared.telemetry.tracing import Telemetry, configure, parent_context, traceparent
 from tests.support.otlp import OtlpReceiver, otlp_receiver
@@ -249,6 +250,15 @@ def test_nothing_is_recorded_without_an_endpoint() -> None:
     telemetry.record_span("b", "", 1, 2)
     telemetry.record_span("b", f"00-{'a' * 32}-{'b' * 16}-01", 1, 2)
     telemetry.shutdown()
+
+
+def test_an_error_costs_nothing_where_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[BaseException] = []
+    monkeypatch.setattr(Failure, "of", described.append)
+    telemetry = configure("router", None)
+    with pytest.raises(ValueError, match="a bug"), telemetry.span("a"):
+        raise ValueError("a bug")
+    assert described == []
 
 
 def test_a_sequence_without_traceparent_makes_no_span(receiver: OtlpReceiver) -> None:

@@ -170,6 +170,28 @@ def test_a_medusa_drafts_for_one_beside_others_that_a_router_drafts_for(
         assert (len(recording.guesses) > before) == (step > 1)
 
 
+def test_a_medusa_keeps_what_it_has_of_one_that_waits(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' steps, in which nothing is expected of it, are nothing to one that waits to be allowed another."""
+    weights = medusa_weights(config_of(target), 3, 1, "original")
+    engine, recording = engine_with(target, write_medusa(tmp_path, weights))
+    monkeypatch.setattr(SelfDraftingPolicy, "follows", lambda *_: False)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, self_draft=SelfDraft(3))
+    waiting = EngineSequence([1, 2, 3], 3, params, bytes(32), num_steps=2)
+    engine.scheduler.add(waiting)
+    while engine.step() is not None:
+        pass
+    plain = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    engine.scheduler.add(EngineSequence([4, 5, 6], 3, plain, bytes(32), num_steps=3))
+    while engine.step() is not None:
+        pass
+    before = len(recording.guesses)
+    waiting.num_steps = 1
+    assert engine.step() is not None
+    assert len(recording.guesses) > before
+
+
 def test_a_medusa_that_rested_guesses_right_again(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
