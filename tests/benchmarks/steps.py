@@ -1,8 +1,9 @@
 """`make bench-steps`: what a step of each model takes, beside the least that memory and arithmetic allow.
 
-Bandwidth is measured beside every step, and each step is held against its own: it wanders by a third within a minute
-on machines that others share. Two threads, or as many as --num-threads says, one model at a time, and in a worker's
-environment: its OpenMP, its huge pages.
+Bandwidth is measured before and behind every step, and each step is held against its own: it wanders by a third within
+a minute on machines that others share. Steps at whose two ends it was another do not count, and where memory had two
+speeds, a cell has a line for each. Two threads, or as many as --num-threads says, one model at a time, and in a
+worker's environment: its OpenMP, its huge pages.
 
 python -m tests.benchmarks.steps --pair synthetic --native auto off --quantize int8 int4
 """
@@ -42,6 +43,8 @@ _PRODUCT = (512, 2048, 2048)
 # A size that takes longer than this is measured no more often than it must be.
 _SECONDS_EACH = 6.0
 _LEAST_TURNS = 3
+# Memory that is so many times as fast is another memory: what it gives at one speed scatters by a tenth.
+_OTHER_SPEED = 1.25
 # What a weight of a layer takes; in 4 bits, with its share of a scale.
 _WEIGHT_BYTES: dict[Quantize, float] = {"none": 2, "int8": 1, "int4": 0.5 + 4 / GROUP}
 
@@ -80,11 +83,15 @@ SIZES = (
 
 
 class Measured(NamedTuple):
-    """Medians over turns: seconds of a step, of its floor, and of the one over the other."""
+    """A step, or medians over turns: bytes a second of memory meanwhile, seconds, its floor's, and their ratio."""
 
+    rate: float
     seconds: float
     floor: float
     ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e3:.1f} ({self.ratio:.2f}) at {self.rate / 1e9:.0f}"
 
 
 class Model:
@@ -159,19 +166,36 @@ def peak_flops() -> float:
     return 2 * rows * inputs * outputs / min(_seconds(run) for run in runs for _ in range(3))
 
 
-def measure(model: Model, size: Size, turns: int) -> Measured:
+def measure(model: Model, size: Size, turns: int) -> list[Measured]:
+    """At each speed that memory had, the slower first: mostly one."""
     memory = torch.ones(_STREAMED_BYTES // 4)
     peak = peak_flops()
     model.run(size)
     found: list[Measured] = []
+    unsteady: list[Measured] = []
     began = time.perf_counter()
-    while len(found) < turns and (len(found) < _LEAST_TURNS or time.perf_counter() - began < _SECONDS_EACH):
+    for turn in range(turns):
+        if turn >= _LEAST_TURNS and time.perf_counter() - began > _SECONDS_EACH:
+            break
         before = bandwidth(memory)
         seconds = _seconds(lambda: model.run(size))
-        rate = max(before, bandwidth(memory))
+        after = bandwidth(memory)
+        rate = max(before, after)
         floor = max(model.num_bytes(size) / rate, model.num_flops(size) / peak)
-        found.append(Measured(seconds, floor, seconds / floor))
-    return Measured(*(median(column) for column in zip(*found, strict=True)))
+        steady = rate < _OTHER_SPEED * min(before, after)
+        (found if steady else unsteady).append(Measured(rate, seconds, floor, seconds / floor))
+    return by_speed(found or unsteady)
+
+
+def by_speed(turns: Sequence[Measured]) -> list[Measured]:
+    """Medians at each speed that memory had in at least three of them, or in most, the slower first."""
+    slowest, fastest = min(each.rate for each in turns), max(each.rate for each in turns)
+    groups = [list(turns)]
+    if fastest > _OTHER_SPEED * slowest:
+        middle = (slowest * fastest) ** 0.5
+        groups = [[each for each in turns if each.rate < middle], [each for each in turns if each.rate >= middle]]
+    often = [each for each in groups if len(each) >= _LEAST_TURNS] or [max(groups, key=len)]
+    return [Measured(*(median(column) for column in zip(*group, strict=True))) for group in often]
 
 
 def main() -> None:
@@ -179,7 +203,7 @@ def main() -> None:
     options = _parse_options()
     torch.set_num_threads(options.num_threads)
     pair = load_pair(options.pair)
-    table = Table(title=f"{options.pair} pair, bf16, {options.num_threads} threads: ms a step (over its floor)")
+    table = Table(title=f"{options.pair} pair, bf16, {options.num_threads} threads: ms a step (over its floor) at GB/s")
     ways: list[tuple[Native, Quantize]] = [(native, "none") for native in options.native]
     ways += [("auto", quantize) for quantize in options.quantize]
     names = [f"--native {native}" if quantize == "none" else f"--quantize {quantize}" for native, quantize in ways]
@@ -187,7 +211,7 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading in ("model", "step") else "right")
     with Console(stderr=True).status("") as status:
         for name, source in (("target", pair.target), ("draft", pair.draft)):
-            columns: list[dict[Size, Measured]] = []
+            columns: list[dict[Size, list[Measured]]] = []
             for (native, quantize), way in zip(ways, names, strict=True):
                 try:
                     model = Model(CausalLM.load(str(source), "cpu", "bfloat16", native, quantize), quantize, SIZES)
@@ -198,10 +222,9 @@ def main() -> None:
                     status.update(f"{name}, {way}: {size} behind {size.context}")
                     columns[-1][size] = measure(model, size, options.turns)
             for size in columns[0]:
-                cells = [column[size] for column in columns]
-                floor = cells[0].floor * 1e3
-                shown = [f"{cell.seconds * 1e3:.1f} ({cell.ratio:.2f})" for cell in cells]
-                table.add_row(name, str(size), f"{size.context:,}", f"{floor:.1f}", *shown)
+                floors = "\n".join(f"{each.floor * 1e3:.1f}" for each in columns[0][size])
+                cells = ["\n".join(map(str, column[size])) for column in columns]
+                table.add_row(name, str(size), f"{size.context:,}", floors, *cells)
     console = Console()
     console.print(table)
     console.print(str(this_machine()), highlight=False)
