@@ -8,8 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.beginning import Beginning
 from shared.policy.catching_up import CatchingUp
+from shared.policy.decision import Decision
 from shared.policy.drafting import Drafting, Situation
+from shared.policy.measuring import Measuring
 from shared.policy.overhead import nearest_power
 from shared.policy.round_costs import RoundCosts
 from shared.policy.scouting import Scouting
@@ -18,53 +21,17 @@ from shared.policy.step_costs import StepCosts
 from shared.policy.step_looks import StepLooks
 from shared.policy.trees import Trees
 
-# Drafting begins when it promises so many times what plain decoding brings, and ends when it promises less
-# than the second: estimates err, and changing between the two costs something itself. Likewise one γ gives
-# way to another only if that promises more by the third.
-_BEGIN_AT = 1.08
+# Drafting ends when it promises less than so many times what plain decoding brings; that is less than it begins at (see
+# `Beginning`). Likewise one γ gives way to another only if that promises more by the second.
 _STAY_AT = 1.03
 _KEEP = 1.02
-# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then.
-# Where those that are there end too soon for that to be worth knowing, within so many rounds, only where it promises
-# more by the third.
-_BEGIN_UNTRIED_AT = 1.0
-_ROUNDS_THAT_TELL = 16.0
-_BEGIN_UNTRIED_SHORT = 1.3
-# Or once it was not tried so many times for that: the same load may come again and again.
-_REFUSALS = 32
-# And begins at so much more for each time in a row that it was in vain, four at most.
-_MORE_BY_FAILURE = 0.05
-# A choice stands for so many rounds or plain steps, and at least so long and so long for each sequence, up to half a
-# second, as choosing takes time too, for each; unless the load has changed by more than this share.
-_REST_ROUNDS = 8
-_LEAST_REST_SECONDS = 0.1
-_REST_SECONDS_EACH = 0.01
-_MOST_REST_SECONDS_FOR_ALL = 0.5
-_NEW_LOAD = 0.25
-# For so many times as many it is none where prompts keep it from being changed.
-_MANY_MORE = 2
 # So many plain steps behind rounds, of requests that do not draft, say what those before would have taken; later ones
 # how fast the machine is by then.
 _STEPS_AFTER_ROUNDS = 24
 # What share of a worker's sequences have to draft for their rounds to say what those of all take.
 _EVERYBODY = 0.9
-# What plain steps take is measured before drafting begins and again after so many seconds, and before it ends if
-# that is so long ago; unless drafting promises so much that it hardly matters.
-_MEASURE_EVERY_SECONDS = 20.0
-_MEASURE_BEFORE_END_SECONDS = 1.0
-_SURE_FROM = 1.3
-_MEASURE_IF_SURE_EVERY_SECONDS = 60.0
-# Where it promises little it tells most and costs least.
-_CLOSE_UP_TO = 1.15
-_MEASURE_IF_CLOSE_EVERY_SECONDS = 15.0
-# And at once where rounds seem to take less than a plain step; but for this pause, which doubles while it seems so.
-_FIRST_DOUBT_SECONDS = 1.0
-# So soon after drafting began they are measured again: then both were measured at much the same time.
-_ROUNDS_BEFORE_MEASURED = 16.0
 # Where there are prompts for so much of the time few steps are without.
 _MANY_PROMPTS = 0.7
-# Where rounds are under way, so many of them are waited for.
-_ROUNDS_LEFT = 1.2
 # After a longer time with nobody, in seconds and in plain steps, whoever comes then is another load: what was chosen
 # for those before is void.
 _NEW_BEGINNING_SECONDS = 0.4
@@ -126,23 +93,17 @@ class GammaController:
         self._catching_up = CatchingUp(self._costs, clock())
         # Who scouted last in the shadow of plain decoding: the drafter is at work for it, maybe on the same cores.
         self._shadow_scout: Drafting | None = None
-        self._decided_at = -math.inf
-        self._decided_load = 0
-        # With those that waited.
-        self._decided_for = 0
+        self._decision = Decision(target)
         # The power of two of the load at which rounds were seen last, and how many plain steps since.
         self._latest_rounds = 0, math.inf
         # What the best γ was then found to bring, times plain decoding.
         self._best_gain = 0.0
-        # How long the last choice stands.
-        self._rest = 0.0
         # Below, and in all that ages: seconds in which there was something to choose.
         self._busy_seconds = 0.0
         self._chosen_at = clock()
-        # By power of two of the load: how often it was not tried, as those there were to end soon.
-        self._refusals: Counter[int] = Counter()
+        self._beginning = Beginning(self._costs)
+        self._measuring = Measuring(self._costs, self.plain_looks, clock)
         self._scouting = Scouting(self._costs, max_num_draft_tokens)
-        self._doubt_seconds = _FIRST_DOUBT_SECONDS
 
     def choose(self, sequence: Drafting, situation: Situation) -> int:
         """Draft tokens for the sequence's next round, in a tree of its `num_nodes` if that is more; 0: plain
@@ -162,17 +123,14 @@ class GammaController:
             sequence.num_scouting_rounds = 0
             return self._choose_beside_prefills(sequence, situation)
         # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
-        if not self._decision_stands(situation.load, now):
-            self._decided_at, self._decided_load = now, situation.load
-            self._decided_for = situation.load + situation.num_waiting
+        if not self._decision.stands(situation.load, now):
+            self._decision.make(situation.load, situation.num_waiting, now)
             self.shape = self._best_for_all(situation)
             self._costs.note_trial(situation.load, self.gamma > 0, self._best_gain, self._busy_seconds)
             if self.gamma > 0:
                 self._scouting.paid()
-            self._rest = _REST_ROUNDS * self._costs.expected(situation.load, self.shape)
-            if not self._costs.trials(situation.load).young:
-                for_all = min(_REST_SECONDS_EACH * len(self._members), _MOST_REST_SECONDS_FOR_ALL)
-                self._rest = max(self._rest, _LEAST_REST_SECONDS, for_all)
+            seconds, young = self._costs.expected(situation.load, self.shape), self._costs.trials(situation.load).young
+            self._decision.let_rest(seconds, len(self._members), young)
         if self.measuring:
             sequence.num_scouting_rounds = 0
             return 0
@@ -218,7 +176,7 @@ class GammaController:
     @property
     def declines(self) -> bool:
         """Whether the last choice was that nobody drafts, for reasons that still hold as far as is known."""
-        return self.gamma == 0 and not self.measuring and self._decided_at > -math.inf
+        return self.gamma == 0 and not self.measuring and self._decision.is_made
 
     @property
     def measuring(self) -> bool:
@@ -266,7 +224,7 @@ class GammaController:
         of_all = self._num_active >= _EVERYBODY * load
         weight = 1 / self._num_active
         if self._costs.observe_round(load, shape, num_unseen, seconds, weight, of_all, self._busy_seconds):
-            self._decided_at = -math.inf
+            self._decision.make_void()
 
     def observe_plain(
         self, load: int, seconds: float, received: float, num_tokens: int | None = 1, mostly_prompts: bool = False
@@ -296,7 +254,7 @@ class GammaController:
             return  # the drafter, maybe on the same cores, was at work
         used = self.shape if self._num_active > 0 or self._follows_rounds(step.load) else None
         if self._costs.observe_plain(step.load, step.seconds, step.received, used, self._busy_seconds):
-            self._decided_at = -math.inf  # now that it is known
+            self._decision.make_void()
 
     def _follows_rounds(self, load: int) -> bool:
         """Whether a plain step comes right behind rounds at that load which were not to end: nobody who drafts is here
@@ -316,7 +274,7 @@ class GammaController:
     def _begin_anew(self) -> None:
         """Nobody was here for long."""
         self.shape = PLAIN
-        self._decided_at = -math.inf
+        self._decision.make_void()
         self._costs.plain.give_up_measuring()
         self._costs.cancel_trials(self._busy_seconds)
 
@@ -330,11 +288,6 @@ class GammaController:
     def _deactivate(self, sequence: Drafting) -> None:
         self._num_active -= sequence.active
         sequence.active = False
-
-    def _decision_stands(self, load: int, now: float) -> bool:
-        """Whether the last choice was made not long ago, for much the same load."""
-        new_load = abs(load - self._decided_load) > _NEW_LOAD * self._decided_load
-        return now - self._decided_at <= (0.5 * self._costs.target.seconds(1) if new_load else self._rest)
 
     def _best_for_all(self, now: Situation) -> Shape:
         """The shape that gains most if all draft who are drafting or would join in; plain if none gains enough."""
@@ -353,7 +306,7 @@ class GammaController:
         # Those that wait will soon decode with the others.
         load = now.load + now.num_waiting
         catch_up = sum(catching_up.cost_of_rest(each, where, load) for each, where in joining)
-        begin_at = max(self._begin_at(now.load), self._begin_at(load))
+        begin_at = max(self._beginning.gain(each, self._busy_seconds) for each in (now.load, load))
         best, best_gain, num_rounds = PLAIN, _STAY_AT if self.gamma > 0 else begin_at, math.inf
         num_others = len(self._members) - len(joining)
         # Where one may have no tree its rounds would be others than those of all.
@@ -367,28 +320,12 @@ class GammaController:
                 gain *= _KEEP
             if gain > best_gain:
                 best, best_gain, num_rounds = shape, gain, num_follow / tokens
-        untried = self.gamma == 0 and begin_at == _BEGIN_UNTRIED_AT and best != PLAIN
-        if untried and num_rounds < _ROUNDS_THAT_TELL and best_gain < _BEGIN_UNTRIED_SHORT:
-            self._refusals[nearest_power(now.load)] += 1
-            if self._refusals[nearest_power(now.load)] < _REFUSALS:
-                best = PLAIN
-        if best != PLAIN and self._costs.beat_plain_steps(now.load, self._busy_seconds):
-            if self._measure_if_older(now.load, self._doubt_seconds):
-                self._doubt_seconds *= 2
-        else:
-            self._doubt_seconds = _FIRST_DOUBT_SECONDS
-        if best != PLAIN:
-            sure = best_gain >= _SURE_FROM
-            every = _measured_every(best_gain)
-            self._measure_if_older(now.load, every, at_once=not sure)
-            trials = self._costs.trials(now.load)
-            unknown = not sure and trials.is_forgotten(self._busy_seconds)
-            if not trials.running and (unknown or not self._costs.plain.is_settled(now.load)):
-                first_rounds = _ROUNDS_BEFORE_MEASURED * self._costs.expected(now.load, best)
-                self._costs.plain.measure_soon(now.load, every, first_rounds)
-        elif self.gamma > 0 and self._measure_if_older(now.load, _MEASURE_BEFORE_END_SECONDS):
-            return self.shape  # maybe everything takes longer now
-        return best
+        begins = self.gamma == 0 and best != PLAIN
+        if begins and self._beginning.refuses(now.load, begin_at, best_gain, num_rounds):
+            best = PLAIN
+        under_way = self._num_active > 0
+        ends_too_soon = self._measuring.check(now.load, best, best_gain, self.shape, under_way, self._busy_seconds)
+        return self.shape if ends_too_soon else best
 
     def _would_join(self, each: Drafting, where: Situation, now: Situation) -> bool:
         """Whether it would be worth its catching up, if all drafted as they do or at least a little."""
@@ -408,29 +345,12 @@ class GammaController:
             return self.trees.tokens(rate, shape)
         return expected_tokens(rate, shape.num_draft_tokens)
 
-    def _measure_if_older(self, load: int, seconds: float, at_once: bool = True) -> bool:
-        """Has plain steps measured, if they were not for so long. Returns whether it does."""
-        # Not beside rounds that are under way.
-        round_seconds = self._round_seconds(load, self.shape)
-        measured_from = self._clock() + (_ROUNDS_LEFT * round_seconds if self._num_active > 0 else 0.0)
-        if not self._costs.plain.measure_if_older(load, seconds, self._busy_seconds, measured_from, at_once):
-            return False
-        self.plain_looks.wake()
-        return True
-
-    def _begin_at(self, load: int) -> float:
-        """The gain from which drafting begins: more of it where that was in vain lately."""
-        trials = self._costs.trials(load)
-        if self._costs.is_untried(load) and trials.num_failed == 0:
-            return _BEGIN_UNTRIED_AT
-        return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(self._busy_seconds)
-
     def _choose_beside_prefills(self, sequence: Drafting, situation: Situation) -> int:
         """Where prompts fill the steps: as many tokens as are each likely enough to be kept."""
         rate, most = self.acceptance.rate, self._max_num_draft_tokens
         gamma = next((i for i in range(most) if rate ** (i + 1) < _KEPT_BESIDE_PREFILLS), most)
         # What was chosen for a few that were left is nothing for the many that came since.
-        drafts = self.gamma > 0 and situation.load + situation.num_waiting <= _MANY_MORE * self._decided_for
+        drafts = self.gamma > 0 and self._decision.holds_for(situation.load + situation.num_waiting)
         share = 1.0 if drafts else self._catching_up.prefill_bound_steps(situation.load)
         # Nobody scouts meanwhile: of what is not known yet the best is hoped for.
         rate_at_best = sequence.acceptance.rate_at_best(1.0)
@@ -461,18 +381,11 @@ class GammaController:
             )
             for shape in self._shapes(now.load, sequence.coupled)
         ]
-        if max(gains, default=0.0) <= self._begin_at(now.load):
+        if max(gains, default=0.0) <= self._beginning.gain(now.load, self._busy_seconds):
             # The others' answer would hardly be another.
-            self._scouting.put_off(self._busy_seconds, self._rest)
+            self._scouting.put_off(self._busy_seconds, self._decision.rest)
             return
         drafting = self._scouting.send(sequence, now.load, catch_up, self._busy_seconds)
         if sequence.coupled:
             self._shadow_scout = sequence
         self._catching_up.interference.begin(self._clock(), drafting if sequence.coupled else catch_up)
-
-
-def _measured_every(gain: float) -> float:
-    """After how many seconds plain steps are measured again, where drafting promises so much."""
-    if gain >= _SURE_FROM:
-        return _MEASURE_IF_SURE_EVERY_SECONDS
-    return _MEASURE_EVERY_SECONDS if gain >= _CLOSE_UP_TO else _MEASURE_IF_CLOSE_EVERY_SECONDS

@@ -114,18 +114,18 @@ def test_a_trial_that_is_in_vain_takes_few_rounds(times: float, transport: float
 def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
     clock = Clock()
     found = controller(flat(0.05), flat(0.005), clock)
-    untried = found._begin_at(1)
+    untried = found._beginning.gain(1, found._busy_seconds)
     found._costs._overhead.observe(1, (1, False), 0.055, 0.055, 1.0)
-    before = found._begin_at(1)
+    before = found._beginning.gain(1, found._busy_seconds)
     assert before > untried == 1.0, "what rounds take is not known before there were any"
     trials = found._costs._trials_at(1)
     for _ in range(3):
         trials.go_on(found._busy_seconds, 0.9)
         trials.observe_round(found._busy_seconds, (0, 4), 0.05, 0.1, 1.0)
         trials.end(found._busy_seconds, 0.0)
-    assert found._begin_at(1) == pytest.approx(before + 0.15)
+    assert found._beginning.gain(1, found._busy_seconds) == pytest.approx(before + 0.15)
     found._busy_seconds += 5000
-    assert found._begin_at(1) == pytest.approx(before, abs=0.01), "not for ever"
+    assert found._beginning.gain(1, found._busy_seconds) == pytest.approx(before, abs=0.01), "not for ever"
 
 
 def test_drafting_that_ends_for_a_load_never_drafted_at_was_not_in_vain_at_the_load_before() -> None:
