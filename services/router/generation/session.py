@@ -97,8 +97,11 @@ class Session:
             # cancelled again in it (a deadline is over here and at the client at the same time).
             for each in sequences:
                 each.release()
-            self._chunks.end()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                # What those that others end with have taken is still told.
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._chunks.end()
 
     async def begin(
         self, token_ids: Sequence[int], params: Sequence[SamplingParams], avoided: Collection[TargetLink] = ()
