@@ -113,12 +113,13 @@ class SelfDrafting:
         self._num_free = _num_free(wanting)
         drafting = self._who_may_draft(wanting)
         self._expects = bool(drafting)
-        if not drafting and self._copies is None:
+        copying = self._who_may_copy(wanting)
+        if not drafting and not copying:
             return
         self._follow(drafting)
         began = self._clock()
         room = scheduler.draft_room() // self._load
-        copied = self._copy(wanting, room)
+        copied = self._copy(copying, room)
         growing = self._who_may_grow(drafting)
         num_growing = _num_free(growing)
         # What is tried with fewer says little.
@@ -228,21 +229,21 @@ class SelfDrafting:
             self._copies = None
             _report("suffix", error)
 
-    def _copy(self, wanting: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
-        """For whom there is something."""
+    def _who_may_copy(self, wanting: List[Sequence]) -> List[Sequence]:
+        """For whom it is looked."""
         if self._copies is None:
+            return []
+        rests = self._copies.rests
+        return [each for each in wanting if _may_have(each, "suffix") and (is_fixed(each) or not rests(each))]
+
+    def _copy(self, sequences: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
+        """For whom of them there is something."""
+        if self._copies is None or not sequences:
             return {}
         found: dict[Sequence, CopiedDraft] = {}
         try:
-            looked_for = [
-                each
-                for each in wanting
-                if _may_have(each, "suffix") and (is_fixed(each) or not self._copies.rests(each))
-            ]
-            if not looked_for:
-                return {}
             least = self._policy.least_likelihood(self._load)
-            for sequence in looked_for:
+            for sequence in sequences:
                 fixed = is_fixed(sequence)
                 num_steps, num_nodes = _shape(sequence, _MOST_NODES, room)
                 if num_steps <= 0:
