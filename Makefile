@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/outrider/v1/inference_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo image secrets up down logs test test-compose test-gpu lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-peers bench-pools bench-overheads bench-sources bench-gpu clean
+.PHONY: help setup demo image secrets up down logs test test-compose test-gpu lint audit protos simulate chaos soak fuzz bench bench-steps bench-growth bench-rounds bench-router bench-peers bench-pools bench-overheads bench-sources bench-gpu clean
 
 COMPOSE = $(shell docker compose version > /dev/null 2>&1 && echo docker compose || echo docker-compose)
 # What every target of the container stack begins with.
@@ -108,6 +108,9 @@ bench-growth: setup ## Measure how steps grow with sequences, contexts, vocabula
 
 bench-rounds: setup ## Measure where the time of a round goes, from the spans of its three processes.
 	$(BIN)/python -m tests.benchmarks.rounds $(ARGS)
+
+bench-router: setup ## Measure what the router takes of a core, by request, token and round.
+	$(BIN)/python -m tests.benchmarks.router $(ARGS)
 
 bench-peers: setup ## Measure beside OpenVINO and vLLM; ARGS="--openvino PYTHON --vllm PYTHON" name their interpreters.
 	$(BIN)/python -m tests.benchmarks.peers $(ARGS)

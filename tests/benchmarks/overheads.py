@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import urllib.request
@@ -34,6 +33,7 @@ from shared.policy.shape import Shape
 from shared.registry.keys import DEFAULT_DEPLOYMENT
 from shared.rpc.channel import connect
 from shared.settings import StartupError
+from tests.benchmarks.cpu_time import cpu_seconds
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.load import OFF, Mode, run_load
 from tests.benchmarks.measurement import PROMPT_TOKENS, check_undisturbed
@@ -101,13 +101,7 @@ class Served:
         self.tokens += load.output_tokens
 
     def _cpu_seconds_so_far(self) -> float:
-        return sum(_cpu_seconds(process.pid) for process in self.stack.processes.values() if process.pid is not None)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Of a process, in the kernel and outside (proc(5): utime and stime)."""
-    utime, stime = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
-    return (int(utime) + int(stime)) / os.sysconf("SC_CLK_TCK")
+        return sum(cpu_seconds(process.pid) for process in self.stack.processes.values() if process.pid is not None)
 
 
 Speeds = Mapping[tuple[str, int, str], Sequence[Mapping[str, Speed]]]

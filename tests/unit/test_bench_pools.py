@@ -17,7 +17,7 @@ from services.simulator.step_log import Step
 from services.simulator.workload import Request
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.pools import goodput, interference, routing
+from tests.benchmarks.pools import bursts, goodput, interference, routing
 from tests.benchmarks.pools.observed import Observed
 from tests.benchmarks.pools.prefixes import COLD, HERE, PEER, STORE, Sample, rows_of
 from tests.benchmarks.pools.report import PARTS, render, to_json
@@ -114,6 +114,30 @@ def test_a_trace_has_as_many_requests_at_every_rate_as_come() -> None:
 # What is told of them
 
 
+def streams_and_bursts(setup: Setup) -> Run:
+    """Eight streams of a token every 0.1 s, but for one of 1.5 s; a burst of two at 5.05 s, served till 6.55 s, and one
+    of one at 20.05 s, within the 0.1 s of a token."""
+    streams = [served(Request(0.0, 64, 250), 0.0, *[0.1] * 50, 1.5, *[0.1] * 198) for _ in range(bursts.NUM_STREAMS)]
+    first = [served(Request(5.05, 128, 2), ttft, 0.1) for ttft in (5.55, 6.55)]
+    return Run(setup.name, setup, (*streams, *first, served(Request(20.05, 128, 2), 20.08, 0.1)), observed())
+
+
+def test_gaps_of_streams_while_a_burst_waits_are_told_from_those_before() -> None:
+    numbers = bursts.numbers_of([streams_and_bursts(bursts.SETUPS[0])])
+    assert numbers["gap before, p50"] == pytest.approx(0.1)
+    # Of each stream one of 1.5 s and its following one, and one beside the second burst.
+    assert numbers["gap p50"] == pytest.approx(0.1)
+    assert numbers["gap p99"] == numbers["gap max"] == pytest.approx(1.5)
+    assert (numbers["TTFT p50"], numbers["TTFT p99"]) == pytest.approx((0.5, 1.5))
+
+
+def test_bursts_come_at_once_when_all_streams_run() -> None:
+    requests = bursts.trace(2)[bursts.NUM_STREAMS :]
+    times = [request.time for request in requests]
+    assert times == [times[0]] * bursts.NUM_REQUESTS + [times[0] + bursts.SECONDS_BETWEEN] * bursts.NUM_REQUESTS
+    assert times[0] > 2
+
+
 def test_gaps_count_from_the_first_prompt_on() -> None:
     numbers = interference.numbers_of([streams_and_prompts()])
     # Of each stream five tokens came before the prompt.
@@ -208,6 +232,7 @@ def test_a_report_has_every_part() -> None:
             for per_second in goodput.RATES
         ]
         results.add_runs("e", runs)
+    results.add_runs("f", [streams_and_bursts(setup) for setup in bursts.SETUPS])
     results.samples = [Sample(COLD, 6.0, 0, "", "", 0), Sample(HERE, 0.1, 1488, "", "", 0)]
     results.samples += [Sample(PEER, 2.0, 1488, "nixl", "", 36), Sample(STORE, 1.0, 1488, "redis", "", 36)]
     console = Console(width=160, record=True, file=io.StringIO())

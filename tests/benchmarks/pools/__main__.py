@@ -20,6 +20,7 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.machine import this_machine
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair, load_pair
+from tests.benchmarks.pools.bursts import measure_bursts
 from tests.benchmarks.pools.goodput import measure_goodput
 from tests.benchmarks.pools.interference import measure_interference
 from tests.benchmarks.pools.prefixes import measure_prefixes
@@ -29,25 +30,26 @@ from tests.benchmarks.pools.routing import measure_routing
 from tests.benchmarks.pools.transfer import measure_transfers
 
 _LEAST_WIDTH = 110
-_LETTERS = "abcde"
+_LETTERS = "abcdef"
 # Those that are simulated.
-_SERVED = "ade"
+_SERVED = "adef"
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """How much is measured: turns of transfers, prompts among streams, samples of each prefix, requests
-    over shared prompts, seconds of load at each rate."""
+    over shared prompts, seconds of load at each rate, bursts among streams."""
 
     transfers: int = 45
     prompts: int = 10
     samples: int = 3
     requests: int = 120
     seconds: float = 80.0
+    bursts: int = 3
 
 
 _FULL = Scale()
-_QUICK = Scale(transfers=2, prompts=2, samples=1, requests=8, seconds=8.0)
+_QUICK = Scale(transfers=2, prompts=2, samples=1, requests=8, seconds=8.0, bursts=1)
 
 
 def main() -> None:
@@ -93,6 +95,8 @@ async def _measure_part(letter: str, repeat: int, pair: Pair, scale: Scale, resu
             results.add_runs(letter, await measure_routing(pair, scale.requests, repeat, on_step))
         case "e":
             results.add_runs(letter, await measure_goodput(pair, scale.seconds, repeat, on_step))
+        case "f":
+            results.add_runs(letter, await measure_bursts(pair, scale.bursts, on_step))
 
 
 def _behind(words: str, tell: OnStep) -> OnStep:
@@ -115,7 +119,8 @@ def _parse_options() -> argparse.Namespace:
         "--only",
         type=_parts,
         default=",".join(_LETTERS),
-        help="Parts, separated by commas: a long prompts among streams, b transfers, c prefixes, d routing, e goodput.",
+        help="Parts, separated by commas: a long prompts among streams, b transfers, c prefixes, d routing, e goodput, "
+        "f bursts among streams.",
     )
     parser.add_argument("--repeats", type=int, default=1, help="What is measured so often; default 1.")
     parser.add_argument("--quick", action="store_true", help="Little of everything: only to see that it works.")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shared.policy.step_costs import StepCosts
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.pools import goodput, interference, prefixes, routing
+from tests.benchmarks.pools import bursts, goodput, interference, prefixes, routing
 from tests.benchmarks.pools.results import Part, Results, Rows, comparisons_of, rows_of
 from tests.benchmarks.pools.run import Run
 from tests.benchmarks.pools.simulation import Comparison, at_warm_up, steps_of
@@ -47,13 +47,19 @@ PARTS: Final = {
         goodput.numbers_of,
         goodput.COMPARED,
     ),
+    "f": Part(
+        f"{bursts.NUM_STREAMS} streams, and {bursts.NUM_REQUESTS} prompts of {bursts.PROMPT_TOKENS} tokens at once "
+        f"every {bursts.SECONDS_BETWEEN:g} s",
+        bursts.numbers_of,
+        bursts.COMPARED,
+    ),
 }
 
 
 def render(results: Results, machine: Machine) -> Group:
     """The tables of what was measured, with what is needed to read them."""
     parts: list[Table | Text] = []
-    for letter in ("a", "b", "c", "d", "e"):
+    for letter in ("a", "b", "c", "d", "e", "f"):
         if letter in results.runs:
             parts += [_served(letter, rows_of(PARTS[letter], results.runs[letter])), Text()]
         if letter == "b" and results.rates:
