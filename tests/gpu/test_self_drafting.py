@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from shared.sampling.params import SelfDraft
-from tests.integration.test_self_drafting_engine import KINDS, SHAPES, drafts_with
-from tests.support.drafting_engine import NUM_TOKENS, engine_of, random_prompts, sequence, shares_accepted, write
+from tests.support.drafting_engine import (
+    KINDS,
+    NUM_TOKENS,
+    SHAPES,
+    drafts_with,
+    engine_of,
+    random_prompts,
+    sequence,
+    shares_accepted,
+    write,
+)
 from tests.support.families import tiny_checkpoint
 from tests.support.greedy import references
 from tests.support.models import tiny_llama, with_idle_last_layer

@@ -11,7 +11,9 @@ from services.router.workers import draft_link
 from services.router.workers.draft_link import DraftLink
 from shared.policy.gamma import GammaController
 from shared.policy.step_costs import StepCosts
-from tests.support.fake_workers import STEP_SECONDS, Answer, plain_output
+from tests.support.fake_drafter import Answer
+from tests.support.fake_target import STEP_SECONDS
+from tests.support.fake_workers import plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, Output, Stack, expected_rounds, greedy, stack, until
 
 pytestmark = pytest.mark.timeout(60)

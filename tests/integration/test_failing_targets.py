@@ -16,7 +16,9 @@ from shared.rpc.channel import connect
 from shared.rpc.errors import Internal
 from shared.rpc.options import MAX_MESSAGE_BYTES
 from shared.sampling.params import SamplingParams
-from tests.support.fake_workers import Answer, Fault, plain_output
+from tests.support.fake_drafter import Answer
+from tests.support.fake_target import Fault
+from tests.support.fake_workers import plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, FirstOnes, Output, greedy, read_all, stack, until
 
 pytestmark = pytest.mark.timeout(60)

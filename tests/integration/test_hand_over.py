@@ -11,7 +11,8 @@ import grpc
 import pytest
 from outrider.v1 import inference_pb2, worker_pb2
 
-from tests.support.fake_workers import Fault, plain_output
+from tests.support.fake_target import Fault
+from tests.support.fake_workers import plain_output
 from tests.support.router_stack import GREEDY, Stack, greedy, read_all, stack, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -18,7 +18,9 @@ from shared.redis.server import RedisServer
 from shared.registry.listing import Listing
 from shared.registry.member import Member
 from shared.security.identity import Service
-from tests.support.fake_workers import FakeDrafter, FakeTarget, Worker
+from tests.support.fake_drafter import FakeDrafter
+from tests.support.fake_target import FakeTarget
+from tests.support.fake_workers import Worker
 from tests.support.greedy import python_prompts, references
 from tests.support.router_stack import FINGERPRINT, until
 from tests.support.service import generate, inference, wait_until_idle

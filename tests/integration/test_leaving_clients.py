@@ -22,7 +22,8 @@ from shared.rpc.channel import connect
 from shared.rpc.options import CHANNEL_OPTIONS
 from shared.telemetry.metrics import RouterMetrics
 from shared.telemetry.tracing import configure
-from tests.support.fake_workers import Answer, plain_output
+from tests.support.fake_drafter import Answer
+from tests.support.fake_workers import plain_output
 from tests.support.router_stack import GREEDY, PROMPT, TOKENIZER, Stack, greedy, read, read_all, stack, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -26,7 +26,8 @@ from services.router.workers.fleet import Fleet
 from shared.rpc.channel import connect
 from shared.security.api_keys import ApiKey, digest_of, unlimited_keys
 from shared.settings import StartupError
-from tests.support.fake_workers import FakeDrafter, FakeTarget
+from tests.support.fake_drafter import FakeDrafter
+from tests.support.fake_target import FakeTarget
 from tests.support.router_stack import (
     FINGERPRINT,
     GREEDY,

@@ -12,7 +12,8 @@ from shared.policy.drafting import Drafting, Situation
 from shared.policy.gamma import GammaController
 from shared.policy.shape import Shape
 from shared.policy.step_costs import StepCosts
-from tests.support.fake_workers import Answer, plain_output
+from tests.support.fake_drafter import Answer
+from tests.support.fake_workers import plain_output
 from tests.support.router_stack import GREEDY, MAX_TOKENS, PROMPT, TOKENIZER, expected_rounds, greedy, stack, until
 
 pytestmark = pytest.mark.timeout(60)

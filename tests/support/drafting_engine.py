@@ -18,8 +18,20 @@ from shared.sampling.verifier import verify
 from shared.self_drafting.growth import Growth
 from shared.self_drafting.rounds import SelfDrafting
 from shared.worker.service import load_engine
+from tests.support.heads import (
+    config_of,
+    eagle3_weights,
+    eagle_weights,
+    layer_config,
+    medusa_weights,
+    write_head,
+    write_medusa,
+)
+from tests.support.models import perturbed
 
 NUM_TOKENS = 24
+SHAPES = [SelfDraft(1), SelfDraft(4), SelfDraft(3, 9), SelfDraft()]
+KINDS = ["early exit", "medusa", "eagle", "eagle3", "model", "copies", "copies and eagle3"]
 
 
 def engine_of(target: Path, **fields: Any) -> Engine:
@@ -32,6 +44,27 @@ def engine_of(target: Path, **fields: Any) -> Engine:
     }
     settings = TargetSettings(model=str(target), **(defaults | fields))
     return load_engine(settings, verify, lambda model: self_drafting(settings, model))
+
+
+def drafts_with(kind: str, target: Path, folder: Path) -> dict[str, Any]:
+    """Settings of a target that drafts so; heads are random ones."""
+    torch.manual_seed(2)
+    config = config_of(target)
+    match kind:
+        case "medusa":
+            return {"head": str(write_medusa(folder, medusa_weights(config, 4)))}
+        case "eagle":
+            return {"head": str(write_head(folder, eagle_weights(config), layer_config(config)))}
+        case "eagle3":
+            said = layer_config(config) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+            return {"head": str(write_head(folder, eagle3_weights(config, 64), said))}
+        case "model":
+            return {"draft": str(perturbed(target, folder, noise=0.1))}
+        case "copies":
+            return {"copied_tokens": 5000}
+        case "copies and eagle3":
+            return {"copied_tokens": 5000} | drafts_with("eagle3", target, folder)
+    return {"early_exit": 1}
 
 
 def write(engine: Engine, sequences: Sequence[EngineSequence]) -> list[list[int]]:

@@ -23,7 +23,9 @@ from shared.rpc.channel import connect
 from shared.rpc.server import RpcServer
 from shared.security.api_keys import ApiKey
 from shared.telemetry.tracing import configure
-from tests.support.fake_workers import FakeDrafter, FakeTarget, draft_tokens, next_token, plain_output
+from tests.support.fake_drafter import FakeDrafter
+from tests.support.fake_target import FakeTarget
+from tests.support.fake_workers import draft_tokens, next_token, plain_output
 from tests.support.models import byte_tokenizer
 from tests.support.usage import check_usage
 

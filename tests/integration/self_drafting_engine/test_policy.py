@@ -1,0 +1,206 @@
+"""What is drafted and verified where the policy decides, and what it learns of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.sequence import Sequence as EngineSequence
+from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.step_costs import StepCosts
+from shared.sampling.params import SelfDraft
+from shared.sampling.proposal import Proposal
+from shared.self_drafting.drafter import Growing
+from shared.self_drafting.eagle import Eagle
+from shared.self_drafting.rounds import SelfDrafting, _Round
+from tests.support.distribution import Filters, exact, least_p_value
+from tests.support.drafting_engine import drafting_of, drafts_with, engine_of, random_prompts, sequence, steps_to, write
+from tests.support.models import tiny_llama
+
+
+def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=200)
+    prompts = random_prompts(8)
+    fixed = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft(2))
+    free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
+    policy, told = drafting_of(engine)[0]._policy, 0
+
+    def note(load: int, drafted: bool, num_tokens: int, seconds: float) -> None:
+        nonlocal told
+        told += num_tokens
+
+    policy.observe = note  # type: ignore[method-assign]
+    write(engine, [fixed, free])
+    # But for the first of each, whose prompt is in its step.
+    assert 290 <= told <= 305
+    told = 0
+    write(engine, [sequence(next(prompts), max_tokens=50, self_draft=SelfDraft(2))])
+    assert told == 0
+
+
+class Picky(SelfDraftingPolicy):
+    """Drafts for every other step, and verifies what is likely: a matter of the noise."""
+
+    def __init__(self) -> None:
+        super().__init__(StepCosts([(1, 0.001)]))
+        self._turn = False
+
+    def drafts(self, load: int, may_try: bool = True) -> bool:
+        self._turn = not self._turn
+        return self._turn
+
+    def goes_on(self, num_growing: int, load: int, prospect: float) -> bool:
+        return True
+
+    def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
+        return sum(its > 0.3 for its in likelihoods)
+
+
+def test_unseeded_samples_follow_the_target_whatever_is_verified(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path, vocab_size=12, num_layers=3)
+    engine = engine_of(target, early_exit=2, num_blocks=400, max_batch_tokens=512)
+    proposer, growth = drafting_of(engine)
+    proposer._policy = growth._policy = Picky()
+    prompt, filters = (5, 3, 11, 7), Filters(1.0, top_k=8)
+    samples: list[list[int]] = []
+    for _ in range(40):
+        asked = [
+            sequence(prompt, max_tokens=5, stop_token_ids=frozenset(), self_draft=SelfDraft(), **filters.fields())
+            for _ in range(64)
+        ]
+        samples += write(engine, asked)
+    assert least_p_value(np.array(samples), exact(target, prompt, 5, filters)) > 1e-6
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_head_takes_in_nothing_for_sequences_that_begin_while_it_does_not_pay(follows: bool, tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, engine = engine_of(target), engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"))
+    proposer, growth = drafting_of(engine)
+    policy, head = proposer._policy, cast(Eagle, growth.drafter)
+    policy.drafts = policy.follows = lambda *_: follows  # type: ignore[assignment]
+    taken_in: list[int] = []
+    run = head._run
+
+    def note(tokens: Sequence[int], *rest: Any) -> Tensor:
+        taken_in.append(len(tokens))
+        return run(tokens, *rest)
+
+    head._run = note  # type: ignore[assignment,method-assign]
+    prompts = random_prompts(50)
+    asked = [next(prompts) for _ in range(2)]
+    assert write(engine, [sequence(each, self_draft=SelfDraft()) for each in asked]) == write(
+        plain, [sequence(each) for each in asked]
+    )
+    # The prompts are, which others may find in the cache, but for what is left over of them.
+    assert 80 <= sum(taken_in) <= 100 if not follows else sum(taken_in) > 100
+    # A fixed shape has its head, whatever pays.
+    fixed = sequence(next(prompts), self_draft=SelfDraft(3))
+    engine.scheduler.add(fixed)
+    num_drafted = 0
+    while (outcome := engine.step()) is not None:
+        num_drafted += sum(len(gain.self_drafted) for gain in outcome.gains)
+    assert num_drafted > 0
+
+
+def test_what_has_begun_with_a_head_goes_on_without_once_that_does_not_pay(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"), num_blocks=80)
+    proposer, growth = drafting_of(engine)
+    policy, drafts = proposer._policy, True
+    policy.drafts = policy.follows = lambda *_: drafts  # type: ignore[assignment]
+    asked = sequence(next(random_prompts(20)), max_tokens=200, self_draft=SelfDraft())
+    engine.scheduler.add(asked)
+    steps_to(engine, lambda: len(asked.token_ids) > 40)
+    assert growth.drafter.ready(asked)
+    drafts = False
+    steps_to(engine, lambda: len(asked.token_ids) > 120)
+    assert not growth.drafter.ready(asked)
+    drafts = True
+    while (outcome := engine.step()) is not None:
+        assert not any(gain.self_drafted for gain in outcome.gains)
+    assert len(asked.token_ids) == 220
+
+
+class Prophet:
+    """Knows what comes, and is sure of it."""
+
+    source, most_steps, uses_kv = "prophet", 4, False
+
+    def __init__(self, text: Sequence[int], vocab_size: int) -> None:
+        self._text = text
+        self._vocab_size = vocab_size
+
+    def observe(self, *_: object) -> None:
+        pass
+
+    def num_lacking(self, _: EngineSequence) -> int:
+        return 0
+
+    def follow(self, _: Sequence[EngineSequence]) -> None:
+        """Ready at once."""
+
+    def ready(self, _: EngineSequence) -> bool:
+        return True
+
+    def begin(self, sequences: Sequence[EngineSequence]) -> Tensor:
+        return self._logits([len(each.token_ids) for each in sequences])
+
+    def extend(self, growing: Sequence[Growing]) -> Tensor:
+        return self._logits(
+            [
+                len(each.sequence.token_ids) + depth
+                for each in growing
+                for depth in each.proposal.depths[each.first_row :]
+            ]
+        )
+
+    def _logits(self, positions: Sequence[int]) -> Tensor:
+        logits = torch.zeros(len(positions), self._vocab_size)
+        for row, position in enumerate(positions):
+            logits[row, self._text[min(position, len(self._text) - 1)]] = 20.0
+        return logits
+
+
+def test_a_drafter_that_was_wrong_for_long_is_found_out_to_be_right(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path)
+    prompt = next(random_prompts(20))
+    [text] = write(engine_of(target, num_blocks=60), [sequence(prompt, max_tokens=200)])
+    engine = engine_of(target, num_blocks=60)
+    engine.draft_by(SelfDrafting.of(engine, Prophet([*prompt, *text], 257)))
+    proposer, growth = drafting_of(engine)
+    proposer._policy = growth._policy = Picky()
+    for calibration in growth._calibrations:
+        for guess in range(10):
+            for _ in range(200):
+                calibration.observe(guess / 10 + 0.05, False)
+    asked = sequence(prompt, max_tokens=200, self_draft=SelfDraft())
+    engine.scheduler.add(asked)
+    drafted = []
+    while (outcome := engine.step()) is not None:
+        drafted += [len(gain.self_drafted) for gain in outcome.gains]
+    assert asked.token_ids == [*prompt, *text]
+    assert not any(drafted[:10])
+    assert sum(drafted) > 20
+
+
+def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path), copied_tokens=5000)
+    proposer = engine._proposer
+    assert isinstance(proposer, SelfDrafting)
+    policy = proposer._policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (64, 0.01)]))
+    for _ in range(100):
+        policy.observe_step(16, 0, 0.01)
+        policy.observe_step(16, 16, 0.0105)  # half a millisecond for whatever is verified
+    many = [sequence([1, 2, 3]) for _ in range(16)]
+    proposer._load = 16
+    proposer._rounds = {each: _Round(Proposal((5,), sources=("suffix",)), 3) for each in many}
+    share = 0.01 / 16
+    assert sum(proposer._worth(each, 0.0)[1] for each in many) * share == pytest.approx(0.0005, rel=0.03)
+    assert proposer._worth(many[0], share)[1] == pytest.approx(1 + 0.05, rel=0.01)
