@@ -234,7 +234,12 @@ class SelfDrafting:
         if self._copies is None:
             return []
         rests = self._copies.rests
-        return [each for each in wanting if _may_have(each, "suffix") and (is_fixed(each) or not rests(each))]
+        try:
+            return [each for each in wanting if _may_have(each, "suffix") and (is_fixed(each) or not rests(each))]
+        except Exception as error:
+            self._copies = None
+            _report("suffix", error)
+            return []
 
     def _copy(self, sequences: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
         """For whom of them there is something."""

@@ -24,7 +24,8 @@ Emit = Callable[[inference_pb2.GenerateResponse], None]
 
 
 class Ending:
-    """A sequence: the first fails at once, others tell the last of what they have when they are cancelled."""
+    """A sequence: the first fails at once, others tell the last of what they have some turns behind their
+    cancellation."""
 
     def __init__(self, session: Session, params: SamplingParams, *_: Any) -> None:
         self._index = params.sequence_index
@@ -35,6 +36,8 @@ class Ending:
         try:
             await asyncio.Event().wait()
         finally:
+            for _ in range(9):
+                await asyncio.sleep(0)
             emit(inference_pb2.GenerateResponse(index=self._index, text="last"))
 
     def release(self) -> None:

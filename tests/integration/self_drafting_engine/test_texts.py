@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from shared.engine.engine import Engine
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.sampling.params import SelfDraft
+from shared.self_drafting.copies import Copies
 from shared.self_drafting.drafter import Growing
 from shared.self_drafting.rounds import SelfDrafting
 from tests.support.drafting_engine import (
@@ -165,3 +167,27 @@ def test_a_drafter_that_fails_is_left_out(fails_at: str, tmp_path: Path, caplog:
     caplog.clear()
     again = write(engine, [sequence(each, self_draft=SelfDraft(3, 8)) for each in asked])
     assert again == texts
+
+
+@pytest.mark.parametrize("fails_at", ["sweep", "rests", "draft"])
+def test_copies_that_fail_are_left_out(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny_llama(tmp_path / "target")
+    plain, engine = engine_of(target), engine_of(target, copied_tokens=5000)
+    prompts = random_prompts(21)
+    asked = [next(prompts) for _ in range(3)]
+    calls = itertools.count()
+    original: Any = getattr(Copies, fails_at)
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("out of ideas")
+        return original(*arguments)
+
+    monkeypatch.setattr(Copies, fails_at, failing)
+    with caplog.at_level(logging.ERROR):
+        texts = write(engine, [sequence(each, self_draft=SelfDraft()) for each in asked])
+    assert texts == write(plain, [sequence(each) for each in asked])
+    assert [record for record in caplog.records if "suffix is left out from now on" in record.getMessage()]
+    caplog.clear()
