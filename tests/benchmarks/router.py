@@ -63,12 +63,15 @@ class Costs:
 
 
 def costs_of(short: Taken, long: Taken) -> Costs:
-    """Of as many requests each. Raises BenchmarkError where the longer took no more, as too few were measured."""
-    seconds = long.cpu_seconds - short.cpu_seconds
-    if short.requests != long.requests or seconds <= 0:
+    """Of as many requests each. Raises BenchmarkError where the longer took no more, or the shorter less than its
+    tokens alone, as too few were measured."""
+    seconds, tokens = long.cpu_seconds - short.cpu_seconds, long.tokens - short.tokens
+    if short.requests != long.requests or seconds <= 0 or tokens <= 0:
         raise BenchmarkError("the router took no more for more tokens: measure more loads")
-    token = seconds / (long.tokens - short.tokens)
+    token = seconds / tokens
     request = (short.cpu_seconds - token * short.tokens) / short.requests
+    if request < 0:
+        raise BenchmarkError("the router took less than nothing for requests beside their tokens: measure more loads")
     rounds = long.rounds - short.rounds
     return Costs(request, token, seconds / rounds if rounds > 0 else None)
 

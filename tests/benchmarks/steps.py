@@ -32,6 +32,7 @@ from shared.engine.runner import ModelRunner
 from shared.engine.self_test import self_test
 from shared.engine.settings import Native, Quantize
 from shared.settings import StartupError
+from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.machine import this_machine
 from tests.benchmarks.model_pair import PAIR_NAMES, load_pair
 
@@ -43,6 +44,8 @@ _PRODUCT = (512, 2048, 2048)
 # A size that takes longer than this is measured no more often than it must be.
 _SECONDS_EACH = 6.0
 _LEAST_TURNS = 3
+# For each turn that is to count so many are tried at most.
+_MOST_TRIES = 4
 # Memory that is so many times as fast is another memory: what it gives at one speed scatters by a tenth.
 _OTHER_SPEED = 1.25
 # What a weight of a layer takes; in 4 bits, with its share of a scale.
@@ -91,7 +94,7 @@ class Measured(NamedTuple):
     ratio: float
 
     def __str__(self) -> str:
-        return f"{self.seconds * 1e3:.1f} ({self.ratio:.2f}) at {self.rate / 1e9:.0f}"
+        return f"{self.seconds * 1e3:.1f} / {self.floor * 1e3:.1f} = {self.ratio:.2f} at {self.rate / 1e9:.0f}"
 
 
 class Model:
@@ -167,64 +170,78 @@ def peak_flops() -> float:
 
 
 def measure(model: Model, size: Size, turns: int) -> list[Measured]:
-    """At each speed that memory had, the slower first: mostly one."""
+    """At each speed that memory had, the slower first: mostly one. Raises BenchmarkError if it had hardly any for as
+    long as a step takes."""
     memory = torch.ones(_STREAMED_BYTES // 4)
     peak = peak_flops()
     model.run(size)
     found: list[Measured] = []
-    unsteady: list[Measured] = []
     began = time.perf_counter()
-    for turn in range(turns):
-        if turn >= _LEAST_TURNS and time.perf_counter() - began > _SECONDS_EACH:
+    for _ in range(_MOST_TRIES * turns):
+        if len(found) >= min(turns, _LEAST_TURNS) and time.perf_counter() - began > _SECONDS_EACH:
             break
         before = bandwidth(memory)
         seconds = _seconds(lambda: model.run(size))
         after = bandwidth(memory)
         rate = max(before, after)
-        floor = max(model.num_bytes(size) / rate, model.num_flops(size) / peak)
-        steady = rate < _OTHER_SPEED * min(before, after)
-        (found if steady else unsteady).append(Measured(rate, seconds, floor, seconds / floor))
-    return by_speed(found or unsteady)
+        if rate < _OTHER_SPEED * min(before, after):
+            floor = max(model.num_bytes(size) / rate, model.num_flops(size) / peak)
+            found.append(Measured(rate, seconds, floor, seconds / floor))
+        if len(found) == turns:
+            break
+    if len(found) < min(turns, _LEAST_TURNS):
+        raise BenchmarkError(f"memory was faster or slower behind nearly every step: {size} behind {size.context}")
+    return by_speed(found)
 
 
 def by_speed(turns: Sequence[Measured]) -> list[Measured]:
     """Medians at each speed that memory had in at least three of them, or in most, the slower first."""
-    slowest, fastest = min(each.rate for each in turns), max(each.rate for each in turns)
-    groups = [list(turns)]
-    if fastest > _OTHER_SPEED * slowest:
-        middle = (slowest * fastest) ** 0.5
-        groups = [[each for each in turns if each.rate < middle], [each for each in turns if each.rate >= middle]]
+    groups = _speeds(sorted(turns))
     often = [each for each in groups if len(each) >= _LEAST_TURNS] or [max(groups, key=len)]
-    return [Measured(*(median(column) for column in zip(*group, strict=True))) for group in often]
+    return [_median(each) for each in often]
+
+
+def _speeds(turns: Sequence[Measured]) -> list[Sequence[Measured]]:
+    """Turns by increasing rate, parted at the widest steps between rates as long as both sides are of other speeds."""
+    if len(turns) < 2:
+        return [turns]
+    cut = max(range(1, len(turns)), key=lambda i: turns[i].rate / turns[i - 1].rate)
+    slower, faster = turns[:cut], turns[cut:]
+    if _median(faster).rate < _OTHER_SPEED * _median(slower).rate:
+        return [turns]
+    return [*_speeds(slower), *_speeds(faster)]
+
+
+def _median(turns: Sequence[Measured]) -> Measured:
+    return Measured(*(median(column) for column in zip(*turns, strict=True)))
 
 
 def main() -> None:
-    """Exit status 1, with one line on stderr, if a model cannot be had."""
+    """Exit status 1, with one line on stderr, if a model cannot be had or measured."""
     options = _parse_options()
     torch.set_num_threads(options.num_threads)
     pair = load_pair(options.pair)
-    table = Table(title=f"{options.pair} pair, bf16, {options.num_threads} threads: ms a step (over its floor) at GB/s")
+    table = Table(title=f"{options.pair} pair, bf16, {options.num_threads} threads: ms a step, over its floor, at GB/s")
     ways: list[tuple[Native, Quantize]] = [(native, "none") for native in options.native]
     ways += [("auto", quantize) for quantize in options.quantize]
     names = [f"--native {native}" if quantize == "none" else f"--quantize {quantize}" for native, quantize in ways]
-    for heading in ("model", "step", "context", "floor", *names):
+    for heading in ("model", "step", "context", *names):
         table.add_column(heading, justify="left" if heading in ("model", "step") else "right")
     with Console(stderr=True).status("") as status:
         for name, source in (("target", pair.target), ("draft", pair.draft)):
             columns: list[dict[Size, list[Measured]]] = []
             for (native, quantize), way in zip(ways, names, strict=True):
+                columns.append({})
                 try:
                     model = Model(CausalLM.load(str(source), "cpu", "bfloat16", native, quantize), quantize, SIZES)
-                except StartupError as error:
+                    for size in filter(model.fits, SIZES):
+                        status.update(f"{name}, {way}: {size} behind {size.context}")
+                        columns[-1][size] = measure(model, size, options.turns)
+                except (BenchmarkError, StartupError) as error:
                     sys.exit(f"bench-steps: {error}")
-                columns.append({})
-                for size in filter(model.fits, SIZES):
-                    status.update(f"{name}, {way}: {size} behind {size.context}")
-                    columns[-1][size] = measure(model, size, options.turns)
             for size in columns[0]:
-                floors = "\n".join(f"{each.floor * 1e3:.1f}" for each in columns[0][size])
                 cells = ["\n".join(map(str, column[size])) for column in columns]
-                table.add_row(name, str(size), f"{size.context:,}", floors, *cells)
+                table.add_row(name, str(size), f"{size.context:,}", *cells)
     console = Console()
     console.print(table)
     console.print(str(this_machine()), highlight=False)

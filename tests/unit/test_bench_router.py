@@ -25,6 +25,8 @@ def test_what_does_not_grow_with_the_output_is_the_requests_own() -> None:
 def test_too_little_is_no_measurement() -> None:
     with pytest.raises(BenchmarkError, match="more loads"):
         costs_of(Taken(0.01, 1, 16), Taken(0.01, 1, 144))
+    with pytest.raises(BenchmarkError, match="less than nothing"):
+        costs_of(Taken(0.01, 12, 192), Taken(0.2, 12, 1728))
 
 
 def test_cpu_time_is_that_of_the_process() -> None:

@@ -9,6 +9,7 @@ from typing import Final
 from services.simulator.cluster import Pools
 from services.simulator.outcomes import quantiles
 from services.simulator.workload import Request
+from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
 from tests.benchmarks.pools import interference
@@ -37,7 +38,11 @@ _OUTPUT = 16
 _ALL_RUN_SECONDS = 2.0
 _LEAD_SECONDS = 5.0
 
-COMPARED: Final[Numbers] = {name: interference.COMPARED[name] for name in ("gap p50", "gap p99")}
+COMPARED: Final[Numbers] = {
+    f"{what}, all of the time": interference.COMPARED[what] for what in ("gap p50", "gap p99")
+} | {"TTFT of bursts, mean": interference.COMPARED["TTFT of prompts, mean"]}
+"""The simulator does not tell whose gaps these are, and when: those of streams before and between bursts are in them,
+and those of the bursts' own tokens."""
 
 
 async def measure_bursts(pair: Pair, num_bursts: int, on_step: OnStep) -> list[Run]:
@@ -65,7 +70,7 @@ def trace(num_bursts: int) -> list[Request]:
 
 def numbers_of(runs: Sequence[Run]) -> dict[str, float]:
     """Of the streams: seconds from token to token, before the first burst and while one waits for its first tokens. Of
-    the bursts: TTFT."""
+    the bursts: TTFT. Raises BenchmarkError if there is nothing of one of these."""
     before: list[float] = []
     during: list[float] = []
     ttfts: list[float] = []
@@ -79,13 +84,15 @@ def numbers_of(runs: Sequence[Run]) -> dict[str, float]:
                 elif token >= _ALL_RUN_SECONDS and following <= spans[0][0]:
                     before.append(following - token)
         ttfts += [each.token_times[0] - each.request.time for each in bursts]
+    if not before or not during:
+        raise BenchmarkError(f"{len(before)} tokens of streams before the first burst, and {len(during)} beside one")
     gap_p50, gap_p99 = quantiles(during, (0.5, 0.99))
     ttft_p50, ttft_p99 = quantiles(ttfts, (0.5, 0.99))
     return {
         "gap before, p50": quantiles(before, (0.5,))[0],
-        "gap p50": gap_p50,
-        "gap p99": gap_p99,
-        "gap max": max(during),
+        "gap beside, p50": gap_p50,
+        "gap beside, p99": gap_p99,
+        "gap beside, max": max(during),
         "TTFT p50": ttft_p50,
         "TTFT p99": ttft_p99,
     }
