@@ -125,10 +125,10 @@ def streams_and_bursts(setup: Setup) -> Run:
 
 def test_gaps_of_streams_while_a_burst_waits_are_told_from_those_before() -> None:
     numbers = bursts.numbers_of([streams_and_bursts(bursts.SETUPS[0])])
-    assert numbers["gap before, p50"] == pytest.approx(0.1)
+    assert numbers["gap quiet"] == pytest.approx(0.1)
     # Of each stream one of 1.5 s and its following one, and one beside the second burst.
-    assert numbers["gap beside, p50"] == pytest.approx(0.1)
-    assert numbers["gap beside, p99"] == numbers["gap beside, max"] == pytest.approx(1.5)
+    assert numbers["gap p50"] == pytest.approx(0.1)
+    assert numbers["gap p99"] == numbers["gap max"] == pytest.approx(1.5)
     assert (numbers["TTFT p50"], numbers["TTFT p99"]) == pytest.approx((0.5, 1.5))
     early = [served(Request(0.0, 64, 2), 0.0, 3.0)] * bursts.NUM_STREAMS + [served(Request(5.0, 128, 2), 6.0, 0.1)]
     with pytest.raises(BenchmarkError, match="0 beside one"):

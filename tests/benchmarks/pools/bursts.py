@@ -26,7 +26,7 @@ SECONDS_BETWEEN: Final = 15.0
 """From one burst to the next."""
 
 SETUPS: Final = tuple(
-    Setup(f"1 both, steps of up to {most:,} tokens", Pools(num_both=1), num_threads=2, max_batch_tokens=most)
+    Setup(f"1 both, {most:,} a step", Pools(num_both=1), num_threads=2, max_batch_tokens=most)
     for most in (2048, 512, 128)
 )
 
@@ -89,10 +89,10 @@ def numbers_of(runs: Sequence[Run]) -> dict[str, float]:
     gap_p50, gap_p99 = quantiles(during, (0.5, 0.99))
     ttft_p50, ttft_p99 = quantiles(ttfts, (0.5, 0.99))
     return {
-        "gap before, p50": quantiles(before, (0.5,))[0],
-        "gap beside, p50": gap_p50,
-        "gap beside, p99": gap_p99,
-        "gap beside, max": max(during),
+        "gap quiet": quantiles(before, (0.5,))[0],
+        "gap p50": gap_p50,
+        "gap p99": gap_p99,
+        "gap max": max(during),
         "TTFT p50": ttft_p50,
         "TTFT p99": ttft_p99,
     }
