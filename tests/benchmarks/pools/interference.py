@@ -13,11 +13,9 @@ from services.simulator.outcomes import Outcomes, quantiles, weighted_quantiles
 from services.simulator.workload import Request
 from tests.benchmarks.measurement import OnStep
 from tests.benchmarks.model_pair import Pair
-from tests.benchmarks.pools.observed import watching
 from tests.benchmarks.pools.run import Numbers, Run
 from tests.benchmarks.pools.setup import APART, Setup
-from tests.benchmarks.pools.trace import draw_prompts
-from tests.support.service import inference
+from tests.benchmarks.pools.streams import serve_beside_streams
 
 NUM_STREAMS: Final = 8
 PROMPT_TOKENS: Final = 1500
@@ -51,19 +49,11 @@ COMPARED: Final[Numbers] = {
 
 
 async def measure_interference(pair: Pair, num_prompts: int, on_step: OnStep) -> list[Run]:
-    """Serves the same trace with each setup. Raises as `watching` and `play` do."""
+    """Serves the same trace with each setup. Raises as `serve_beside_streams` does."""
     requests = trace(num_prompts)
+    what = f"{NUM_STREAMS} streams and {num_prompts} prompts"
     end = requests[-1].time + SECONDS_BETWEEN
-    runs = []
-    for setup in SETUPS:
-        on_step(f"starting {setup.name}")
-        async with watching(setup, pair) as watched, inference(watched.stack) as stub:
-            on_step(f"{NUM_STREAMS} streams and {num_prompts} prompts, {setup.name}: {end:.0f} s")
-            texts = draw_prompts(requests, pair.prompts)
-            cut_off = dict.fromkeys(range(NUM_STREAMS), end)
-            served, observed = await watched.play(requests, texts, lambda place, request: stub, cut_off)
-        runs.append(Run(setup.name, setup, served, observed))
-    return runs
+    return await serve_beside_streams(SETUPS, pair, requests, NUM_STREAMS, end, what, on_step)
 
 
 def trace(num_prompts: int) -> list[Request]:
