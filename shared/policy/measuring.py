@@ -26,7 +26,7 @@ _ROUNDS_LEFT = 1.2
 
 
 class Measuring:
-    """Has plain steps measured as old as what is known of them is, and as much as that matters."""
+    """Has plain steps measured again when what is known of them is old, the sooner the more hangs on it."""
 
     def __init__(self, costs: RoundCosts, looks: StepLooks, clock: Callable[[], float]) -> None:
         """`looks`: woken where plain steps are to be seen."""
