@@ -73,7 +73,7 @@ class EngineSettings(ServiceSettings):
     )
     native: Native = Field(
         default="auto",
-        description="auto: kernels of its own on CPUs with AVX2 or AVX-512, compiled when needed, and on NVIDIA's "
+        description="auto: kernels of its own on CPUs with AVX2 or better, compiled when needed, and on NVIDIA's "
         "devices from Ampere on; off: PyTorch's.",
     )
     quantize: Quantize = Field(

@@ -9,17 +9,18 @@ import pytest
 from shared.engine.native.build import CannotBuild, build, read_cpu_flags
 from shared.engine.native.library import Library
 
-# What a CPU without AVX-512 has.
+# What a CPU has that has no better.
 _AVX2 = frozenset({"avx2", "fma"})
-INSTRUCTION_SETS = ("avx512", "avx2")
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
+_FLAGS = {"amx": _AVX512 | {"amx_tile", "amx_bf16"}, "avx512": _AVX512, "avx2": _AVX2}
+INSTRUCTION_SETS = tuple(_FLAGS)
 
 
 @functools.cache
 def kernels(instruction_set: str) -> Library:
     """Skips the test where the CPU lacks the instructions, or there is no compiler."""
-    flags = read_cpu_flags() if instruction_set == "avx512" else read_cpu_flags() & _AVX2
     try:
-        path = build(cpu_flags=flags)
+        path = build(cpu_flags=read_cpu_flags() & _FLAGS[instruction_set])
     except CannotBuild as error:
         pytest.skip(str(error))
     if f"-{instruction_set}-" not in path.name:

@@ -18,6 +18,7 @@ from tests.support.models import DEMO_TARGET
 
 AVX2 = frozenset({"avx2", "fma"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
+AMX = AVX512 | {"amx_tile", "amx_bf16"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +43,18 @@ def test_a_library_is_compiled_once_for_the_best_instructions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
-    path = build(cpu_flags=AVX512)
+    path = build(cpu_flags=AMX)
     assert path.parent == empty_cache
-    assert b"-mavx512bf16" in path.read_bytes()
+    assert b"-mamx-bf16" in path.read_bytes()
     first = path.stat()
-    assert build(cpu_flags=AVX512).stat() == first
-    other = build(cpu_flags=AVX512 - {"avx512_bf16"})
-    assert b"-mavx512" not in other.read_bytes()
-    assert b"-mavx2" in other.read_bytes()
-    assert sorted(empty_cache.iterdir()) == sorted([path, other])  # and nothing half done
+    assert build(cpu_flags=AMX).stat() == first
+    second = build(cpu_flags=AMX - {"amx_bf16"})
+    assert b"-mamx" not in second.read_bytes()
+    assert b"-mavx512bf16" in second.read_bytes()
+    third = build(cpu_flags=AMX - {"avx512_bf16"})
+    assert b"-mavx512" not in third.read_bytes()
+    assert b"-mavx2" in third.read_bytes()
+    assert sorted(empty_cache.iterdir()) == sorted([path, second, third])  # and nothing half done
 
 
 def test_another_compiler_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +128,11 @@ def test_one_compiled_ahead_that_lost_some_is_not_used(tmp_path: Path, monkeypat
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
     ahead = build_module.build_ahead()
     ahead[0].write_bytes(ahead[0].read_bytes()[:10])
-    assert build(cpu_flags=AVX512) == ahead[1]
+    assert build(cpu_flags=AMX) == ahead[1]
     ahead[1].write_bytes(b"")
-    assert build(cpu_flags=AVX512).parent != ahead[1].parent
+    assert build(cpu_flags=AVX512) == ahead[2]
+    ahead[2].write_bytes(b"")
+    assert build(cpu_flags=AMX).parent != ahead[2].parent
 
 
 def test_a_cache_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
@@ -216,8 +222,7 @@ def test_what_was_compiled_ahead_needs_no_compiler(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, RECORDS))
     ahead = build_module.build_ahead()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build(cpu_flags=AVX512) == ahead[0]
-    assert build(cpu_flags=AVX2) == ahead[1]
+    assert [build(cpu_flags=flags) for flags in (AMX, AVX512, AVX2)] == ahead
 
 
 def test_a_file_that_is_no_such_library_is_refused(tmp_path: Path) -> None:
@@ -247,3 +252,12 @@ def test_without_kernels_torch_serves_and_the_log_says_so(
 def test_this_machines_flags_are_read() -> None:
     flags = read_cpu_flags()
     assert ("avx2" in flags) == (torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
+
+
+def test_tiles_are_for_those_whom_the_system_lets_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, tiles = {"avx2", "fma", "avx512_bf16"}, {"amx_bf16", "amx_tile", "amx_int8"}
+    monkeypatch.setattr(Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {' '.join(others | tiles)}\n")
+    monkeypatch.setattr(build_module, "_ASK_FOR_TILES", (-1, 0, 0))  # no call of any system
+    assert read_cpu_flags() & (others | tiles) == others
+    monkeypatch.setattr(build_module, "_may_use_tiles", lambda: True)
+    assert read_cpu_flags() >= others | tiles

@@ -18,7 +18,7 @@ from shared.engine.quantised_weight import QuantisedWeight
 from tests.support.kernels import INSTRUCTION_SETS, kernels
 
 # One row's own, blocks of unequal length, more than one pass; odd and whole numbers of inputs and panels.
-ROWS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 25, 70)
+ROWS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 25, 32, 33, 70)
 SHAPES = ((64, 32), (7, 1), (33, 95), (256, 200), (1, 40))
 
 
@@ -57,9 +57,9 @@ def test_products_are_those_of_the_layers(instruction_set: str, shape: tuple[int
 def test_a_rows_product_does_not_depend_on_the_others(instruction_set: str, bits: int) -> None:
     weight = randn(90, 300) if bits == 16 else QuantisedWeight.of(randn(90, 300), bits)
     matrix = NativeMatrix(kernels(instruction_set), [weight], [None])
-    x = randn(40, 300, seed=1)
+    x = randn(70, 300, seed=1)
     alone = torch.cat([matrix.product(x[i : i + 1]) for i in range(len(x))])
-    for rows in (2, 5, 7, 12, 40):
+    for rows in (2, 5, 7, 12, 16, 17, 31, 32, 33, 40, 67, 70):
         assert torch.equal(matrix.product(x[:rows]), alone[:rows])
     x[3] = torch.nan
     assert torch.equal(matrix.product(x)[4:], alone[4:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -17,12 +18,18 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # In order of preference: what the CPU must have, by the names in /proc/cpuinfo, and the compiler be told.
+_AVX2 = {"avx2": "-mavx2", "fma": "-mfma"}
+_AVX512 = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512dq": "-mavx512dq",
+           "avx512vbmi": "-mavx512vbmi", "avx512_bf16": "-mavx512bf16", **_AVX2}  # fmt: skip
 _INSTRUCTION_SETS = {
-    "avx512": {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512dq": "-mavx512dq",
-               "avx512vbmi": "-mavx512vbmi", "avx512_bf16": "-mavx512bf16",
-               "avx2": "-mavx2", "fma": "-mfma"},
-    "avx2": {"avx2": "-mavx2", "fma": "-mfma"},
-}  # fmt: skip
+    "amx": {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", **_AVX512},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
+# The flags of what Linux lets only those processes use that ask for it, and how: arch_prctl(ARCH_REQ_XCOMP_PERM,
+# XFEATURE_XTILEDATA) of x86-64.
+_TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+_ASK_FOR_TILES = (158, 0x1023, 18)
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_SECONDS = 300.0
 _SOURCES = Path(__file__).parent
@@ -94,12 +101,19 @@ def usable_instruction_sets(cpu_flags: frozenset[str]) -> list[str]:
 
 
 def read_cpu_flags() -> frozenset[str]:
-    """As Linux names them; none on other systems, or other architectures than x86-64."""
+    """As Linux names them, of what this process may use; none on other systems, or other architectures than x86-64."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+    flags = frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+    return flags if flags.isdisjoint(_TILES) or _may_use_tiles() else flags - _TILES
+
+
+def _may_use_tiles() -> bool:
+    """Asks for it, for the process with all its threads; it may be asked again."""
+    answer: int = ctypes.CDLL(None).syscall(*_ASK_FOR_TILES)
+    return answer == 0
 
 
 def _compiler() -> list[str]:

@@ -2,8 +2,8 @@
 // reading the weights does.
 #pragma once
 
-#include "panel.h"
 #include "team.h"
+#include "tiles.h"
 
 // Weights of one or several layers with the same input, panel by panel: `bits` 16: bf16, 8: Int8, 4: Int4. `bias` may be
 // null. What is quantised has `scales` [groups][panels * PANEL], one for each output and `group` inputs: an even number,
@@ -34,20 +34,20 @@ struct Inputs {
 
 // tile[r][0, PANEL) = row r times panel p, without bias.
 template <Source FROM>
-static inline void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, const Input *rows, int64_t stride,
-                                  const bf16 *panel, float *tile, Ahead ahead) {
-    multiply<FROM>(num_rows, rows, stride, panel, num_units<bf16>(matrix.in), tile, PANEL, ahead);
+static inline void multiply_panel(const Multiplier &multiplier, const Matrix &matrix, int64_t p, int64_t num_rows,
+                                  const Input *rows, int64_t stride, const bf16 *panel, float *tile, Ahead ahead) {
+    multiplier.multiply<FROM>(num_rows, rows, stride, panel, num_units<bf16>(matrix.in), tile, PANEL, ahead);
 }
 
 // The same of quantised weights, group by group.
 template <Source FROM, class Weight>
-static void multiply_panel(const Matrix &matrix, int64_t p, int64_t num_rows, const Input *rows, int64_t stride,
-                           const Weight *panel, float *tile, Ahead ahead) {
-    alignas(64) float part[MOST_ROWS * PANEL];
+static void multiply_panel(const Multiplier &multiplier, const Matrix &matrix, int64_t p, int64_t num_rows,
+                           const Input *rows, int64_t stride, const Weight *panel, float *tile, Ahead ahead) {
+    alignas(64) float part[Multiplier::MOST_ROWS * PANEL];
     int64_t num = num_units<Weight>(matrix.in), most = num_units<Weight>(matrix.group);
     for (int64_t first = 0, g = 0; first < num; first += most, g++) {
-        multiply<FROM>(num_rows, rows + first * 2, stride, panel + first * PANEL * UNIT<Weight>,
-                       num - first < most ? num - first : most, part, PANEL, ahead.from(first));
+        multiplier.multiply<FROM>(num_rows, rows + first * 2, stride, panel + first * PANEL * UNIT<Weight>,
+                                  num - first < most ? num - first : most, part, PANEL, ahead.from(first));
         const float *scales = matrix.scales + (g * matrix.num_panels() + p) * PANEL;
         for (int64_t i = 0; i < num_rows * PANEL; i += LANES) {
             Floats scaled = load(part + i) * load(scales + i % PANEL);
@@ -74,25 +74,28 @@ ALWAYS_INLINE void fetch_first(const Team &team, const Matrix &matrix) {
 template <class Finish>
 static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, const Matrix *next, Finish finish) {
     if (num_rows == 0) return;
-    RowBlocks blocks(num_rows);
-    bool few = num_rows <= FEW_ROWS;
+    RowBlocks blocks(num_rows, Multiplier::MOST_ROWS);
+    Multiplier multiplier(blocks.longest());
+    // Elsewhere such reads are neither ahead of time nor told to those that the CPU itself begins: half as fast.
+    static const bool past_caches = __builtin_cpu_is("amd");
+    bool few = num_rows <= Multiplier::FEW_ROWS && past_caches;
     int64_t panel_bytes = matrix.panel_bytes(), unit_bytes = panel_bytes / num_units<bf16>(matrix.in);
     // Of how many blocks of rows each asks for its share of the next panel, where the cache has room for two.
     int64_t shares = panel_bytes <= MOST_BYTES_AHEAD ? blocks.count : 1;
     int64_t ahead = shares == 1 ? AHEAD : panel_bytes, step = (unit_bytes + shares - 1) / shares;
     team.share(matrix.num_panels(), [&](int64_t p, int64_t following) {
         const char *whole = static_cast<const char *>(matrix.weight) + p * panel_bytes;
-        alignas(64) float tile[MOST_ROWS * PANEL];
+        alignas(64) float tile[Multiplier::MOST_ROWS * PANEL];
         int64_t column = p * PANEL, n = matrix.out - column < PANEL ? matrix.out - column : PANEL;
         for (int64_t b = 0; b < blocks.count; b++) {
             int64_t first = blocks.first(b), rows = blocks.first(b + 1) - first;
             auto multiply_by = [&](auto *panel) {
                 const Input *block = inputs.row(first);
                 Ahead later{whole + ahead + (shares > 1 ? b * panel_bytes / shares : 0), step};
-                if (few) multiply_panel<Source::MEMORY_OF_FEW>(matrix, p, rows, block, inputs.stride, panel, tile, later);
+                if (few) multiply_panel<Source::MEMORY_OF_FEW>(multiplier, matrix, p, rows, block, inputs.stride, panel, tile, later);
                 else if (shares == 1 || following >= 0)
-                    multiply_panel<Source::MEMORY>(matrix, p, rows, block, inputs.stride, panel, tile, later);
-                else multiply_panel<Source::CACHE>(matrix, p, rows, block, inputs.stride, panel, tile, later);
+                    multiply_panel<Source::MEMORY>(multiplier, matrix, p, rows, block, inputs.stride, panel, tile, later);
+                else multiply_panel<Source::CACHE>(multiplier, matrix, p, rows, block, inputs.stride, panel, tile, later);
             };
             if (matrix.bits == 16) multiply_by(matrix.panel<bf16>(p));
             if (matrix.bits == 8) multiply_by(matrix.panel<Int8>(p));

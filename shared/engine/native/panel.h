@@ -7,8 +7,8 @@
 // Outputs of a panel.
 constexpr int PANEL = 32;
 
-// Rows computed at once: as many as leave no accumulator outside a register. And those that count as few: of them a
-// panel is read once from one end to the other, and takes no longer than memory.
+// Rows computed at once in registers: as many as leave no accumulator outside one. And those that count as few: of them
+// a panel is read once from one end to the other, and takes no longer than memory.
 #if defined(__AVX512BF16__)
 constexpr int MOST_ROWS = 12;
 constexpr int FEW_ROWS = 6;
@@ -44,17 +44,18 @@ template <class T> static inline int64_t row_stride(int64_t inputs) {
     return ((inputs + LINE - 1) / LINE | 1) * LINE;
 }
 
-// Splits rows into blocks of at most MOST_ROWS, none more than one longer than another.
+// Splits rows into blocks of at most `most`, none more than one longer than another, and the last one of the longest.
 struct RowBlocks {
     int64_t rows, count;
 
-    explicit RowBlocks(int64_t rows) : rows(rows), count((rows + MOST_ROWS - 1) / MOST_ROWS) {}
+    explicit RowBlocks(int64_t rows, int64_t most = MOST_ROWS) : rows(rows), count((rows + most - 1) / most) {}
+    int64_t longest() const { return rows - first(count - 1); }
     int64_t first(int64_t block) const { return block * rows / count; }
 };
 
 // Where weights come from. Memory is asked for ahead: for the second cache, which has more reads under way than the
-// first, and from there again for the first; or, of few rows, at once for the first, and past the others where the CPU
-// can, as they are left to what the processes around a step need for it.
+// first, and from there again for the first; or, of few rows, where the CPU can, at once for the first and past the
+// others, as they are left to what the processes around a step need for it.
 enum class Source { CACHE, MEMORY, MEMORY_OF_FEW };
 
 // So many bytes ahead, where a panel is read once: from memory, from the second cache, and from memory of few rows.
@@ -181,3 +182,16 @@ static inline void multiply(int64_t num_rows, const Row *rows, int64_t stride, c
 #undef ROWS
     }
 }
+
+// Multiplies blocks of so many rows, while it exists.
+struct Registers {
+    static constexpr int64_t MOST_ROWS = ::MOST_ROWS, FEW_ROWS = ::FEW_ROWS;
+
+    explicit Registers(int64_t) {}
+
+    template <Source FROM, class Weight>
+    void multiply(int64_t num_rows, const Input *rows, int64_t stride, const Weight *panel, int64_t units, float *to,
+                  int64_t to_stride, Ahead ahead) const {
+        ::multiply<FROM>(num_rows, rows, stride, panel, units, to, to_stride, ahead);
+    }
+};
