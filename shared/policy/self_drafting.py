@@ -69,6 +69,8 @@ class _Load:
     def __init__(self) -> None:
         self.drafting, self.plain = _Goodput(), _Goodput()
         self.drafts = True
+        # What a step's sequences wait for their owners.
+        self.waited = 0.0
         # How many times as many tokens a second drafting brings as plain steps: of the way that was tried, in its
         # trial, and of the other one in the steps before. What they brought at other times says nothing beside it:
         # a machine is faster or slower from one minute to the next, and texts are others.
@@ -220,6 +222,7 @@ class SelfDraftingPolicy:
     def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
         """How many draft tokens to verify, of those with these likelihoods, best first, after `spent` seconds of
         drafting."""
+        spent += self._at(load).waited
         tokens, best, count = float(load), 0, 0
         most = tokens / (self._costs.seconds(load, 0) + spent)
         for count, likelihood in enumerate(likelihoods, 1):
@@ -243,10 +246,13 @@ class SelfDraftingPolicy:
         """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens."""
         self._costs.observe(load, num_draft_tokens, seconds)
 
-    def observe(self, load: int, drafted: bool, num_tokens: int, seconds: float) -> None:
+    def observe(self, load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
         """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
-        nothing that would have been drafted whatever was decided."""
+        nothing that would have been drafted whatever was decided. Before it they `waited` for their owners, who
+        take in a message of several tokens sooner than as many messages."""
         at = self._at(load)
+        at.waited += _WEIGHT * (min(waited, _MOST_TIMES * seconds) - at.waited)
+        seconds += waited
         if seconds > _MOST_TIMES * at.of(drafted).step_seconds:
             seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, self._costs.seconds(load, 0)))
         at.seconds += seconds

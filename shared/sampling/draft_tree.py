@@ -51,6 +51,8 @@ class DraftTree:
         self._least = math.log(least) if least > 0 else -math.inf
         self._likelihood = likelihood
         self._nodes: list[_Node] = []
+        # Those to propose by now, best first; None where that is to be found out.
+        self._order: list[int] | None = None
         # Log-likelihoods of those to propose by now, negated, so the best first.
         self._best: list[float] = []
         # Those computed, in that order, and how many of them by the latest step; by the first one it was the root.
@@ -79,6 +81,7 @@ class DraftTree:
                     break
                 self._nodes.append(_Node(child.token_id, parent, before + logprob, guess, depth))
         self._num_steps -= 1
+        self._order = None
 
     def advance(self) -> tuple[Proposal, int] | None:
         """What the next step computes: all tokens computed so far and behind them its own, and the first row of these;
@@ -130,8 +133,10 @@ class DraftTree:
 
     def _likeliest(self) -> list[int]:
         """Indices of the nodes to propose, best first. Who follows another is no likelier, and comes later."""
-        order = sorted(range(len(self._nodes)), key=lambda i: -self._nodes[i].logprob)
-        return order[: self._num_nodes]
+        if self._order is None:
+            order = sorted(range(len(self._nodes)), key=lambda i: -self._nodes[i].logprob)
+            self._order = order[: self._num_nodes]
+        return self._order
 
     def _proposal(self, nodes: Sequence[int]) -> Proposal:
         rows = {-1: 0} | {node: i + 1 for i, node in enumerate(nodes)}

@@ -82,6 +82,11 @@ class SelfDrafting:
         self._expects = False
         self._drafts = False
         self._spent = 0.0
+        # How long that step's sequences were waiting for their owners alone: who took part in the one before, when that
+        # ended.
+        self._waited = 0.0
+        self._going_on: frozenset[Sequence] = frozenset()
+        self._ended = 0.0
         self._num_plain = 0
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
@@ -107,6 +112,8 @@ class SelfDrafting:
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
         self._soon = len(decoding) + scheduler.num_coming()
+        self._waited = self._clock() - self._ended if self._going_on.issuperset(decoding) else 0.0
+        self._going_on = frozenset(decoding)
         if not wanting:  # what is done for others says nothing of who drafts
             return
         self._load = len(decoding)
@@ -160,6 +167,9 @@ class SelfDrafting:
             if (verified := self._rounds.get(sequence)) is not None:
                 its = tree.proposal(len(verified.proposal)).num_agreeing(committed)
                 self._usual += _WEIGHT * (its - self._usual)
+        self._ended = self._clock()
+        if has_prompts:
+            self._going_on = frozenset()
         if not self._load or has_prompts:
             return
         if self._copies is not None:
@@ -174,7 +184,7 @@ class SelfDrafting:
             if is_fixed(sequence):  # which says nothing of whether drafting pays
                 num_tokens -= len(sequence.token_ids) - found.position
         # By the load for which it was decided.
-        self._policy.observe(self._soon, self._drafts, num_tokens, seconds + self._spent)
+        self._policy.observe(self._soon, self._drafts, num_tokens, seconds + self._spent, self._waited)
 
     def _who_may_draft(self, sequences: List[Sequence]) -> List[Sequence]:
         """Of whom drafts of the drafter's are to be expected."""

@@ -41,20 +41,23 @@ def test_rows_that_cost_nothing_are_all_verified_and_such_as_cost_a_step_none() 
     assert steep.num_rows(1, [0.9] * 7, 0.0) == 0
 
 
-def serve(policy: SelfDraftingPolicy, load: int, gain: float, seconds: float, num_steps: int) -> tuple[float, float]:
+def serve(
+    policy: SelfDraftingPolicy, load: int, gain: float, seconds: float, num_steps: int, waited: float = 0.0
+) -> tuple[float, float]:
     """Steps of a worker whose plain ones take 10 ms and bring a token each, and whose others take `seconds`, drafting
-    included, and bring `gain`: tokens a second over those of the better way, and the share of steps with drafts."""
+    included, and bring `gain`; before each they `waited`: tokens a second over those of the better way, and the share
+    of steps with drafts."""
     rng = random.Random(1)
     seconds_in_all, num_tokens, num_drafted = 0.0, 0, 0
     for _ in range(num_steps):
         drafts = policy.drafts(load)
         took = (seconds if drafts else 0.01) * rng.lognormvariate(0, 0.1)
-        seconds_in_all += took
+        seconds_in_all += took + waited
         brought = sum(int(gain) + (rng.random() < gain % 1) for _ in range(load)) if drafts else load
-        policy.observe(load, drafts, brought, took)
+        policy.observe(load, drafts, brought, took, waited)
         num_tokens += brought
         num_drafted += drafts
-    best = load * max(gain / seconds, 1 / 0.01)
+    best = load * max(gain / (seconds + waited), 1 / (0.01 + waited))
     return num_tokens / seconds_in_all / best, num_drafted / num_steps
 
 
@@ -75,6 +78,23 @@ def test_it_comes_back_when_it_begins_to_pay() -> None:
     assert serve(policy, 1, 1.0, 0.015, 1000)[1] < 0.1
     serve(policy, 1, 3.0, 0.015, 3000)
     assert serve(policy, 1, 3.0, 0.015, 1000)[1] > 0.9
+
+
+@pytest.mark.parametrize(("waited", "drafts"), [(0.0, False), (0.03, True)])
+def test_steps_that_bring_fewer_tokens_pay_where_these_are_long_on_their_way(waited: float, drafts: bool) -> None:
+    policy = SelfDraftingPolicy(flat())
+    serve(policy, 1, 3.0, 0.04, 1000, waited)
+    rate, share = serve(policy, 1, 3.0, 0.04, 2000, waited)
+    assert rate > 0.97
+    assert (share > 0.9) == drafts
+
+
+def test_rows_are_worth_more_where_each_step_is_waited_for() -> None:
+    policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (100, 1.0)]))
+    assert policy.num_rows(1, [0.6] * 7, 0.0) == 0
+    for _ in range(100):
+        policy.observe(1, False, 1, 0.01, 0.02)
+    assert policy.num_rows(1, [0.6] * 7, 0.0) == 7
 
 
 def write_texts(policy: SelfDraftingPolicy, gain: float, num_texts: int) -> float:

@@ -7,8 +7,8 @@
 #include <atomic>
 #include <vector>
 
-#include "panel.h"
 #include "team.h"
+#include "tiles.h"
 
 // Positions of a tile, of a chunk, and the rows (queries times heads) that a task should have.
 constexpr int TILE = PANEL;
@@ -150,6 +150,9 @@ struct Split {
     Split(const Split &other) : Split(other.first_task, other.num_tasks, other.memory) {}
 };
 
+// What multiplies rows by panels of this type.
+template <class T> using MultiplierOf = std::conditional_t<std::is_same_v<T, bf16>, Multiplier, Registers>;
+
 // Memory of one thread, kept from call to call. Of a tile, its keys are one panel, its values panels of 32 numbers each.
 template <class T> struct TileMemory {
     using Row = typename Multiplied<T>::Type;
@@ -275,8 +278,10 @@ static inline Stretch stretch_of(const Attention &how, const Batch &batch, const
 // chunk's values.
 template <class T>
 static void attend_chunk(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
-                         Stretch stretch, int fold, Next following, TileMemory<T> &memory, Seen seen, int width) {
+                         Stretch stretch, int fold, Next following, TileMemory<T> &memory, MultiplierOf<T> &multiplier,
+                         Seen seen, int width) {
     using Memory = TileMemory<T>;
+    constexpr int64_t MOST_ROWS = MultiplierOf<T>::MOST_ROWS;
     int rows = task.rows_each(fold);
     int64_t heads = task.last_head - task.first_head, parts = heads * (TILE / 8);
     int count = int(stretch.last + 1 - stretch.first);
@@ -316,13 +321,14 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
                 turn1(key_at(pool, layer, stretch.table, slot, kv_head), pool.key_dim, memory.keys.data() + column);
             };
             by_rows(first, place, [&](int begin, int end) {
-                RowBlocks blocks(end - begin);
+                RowBlocks blocks(end - begin, MOST_ROWS);
+                multiplier.fit(blocks.longest());
                 for (int64_t b = 0; b < blocks.count; b++) {
                     int64_t row = row_of_head + begin + blocks.first(b), n = blocks.first(b + 1) - blocks.first(b);
-                    multiply<Source::CACHE>(n, memory.queries.data() + row * memory.query_stride, memory.query_stride,
-                                            reinterpret_cast<const T *>(memory.keys.data()), num_units<T>(pool.key_dim),
-                                            memory.scores.data() + row * Memory::SCORE_STRIDE + first,
-                                            Memory::SCORE_STRIDE);
+                    multiplier.template multiply<Source::CACHE>(
+                        n, memory.queries.data() + row * memory.query_stride, memory.query_stride,
+                        reinterpret_cast<const T *>(memory.keys.data()), num_units<T>(pool.key_dim),
+                        memory.scores.data() + row * Memory::SCORE_STRIDE + first, Memory::SCORE_STRIDE);
                 }
             });
         }
@@ -375,12 +381,13 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
                            column % UNIT<T>, memory.values.data() + column / UNIT<T> * PANEL, Memory::VALUE_PANEL);
             };
             by_rows(first, place, [&](int begin, int end) {
-                RowBlocks blocks(end - begin);
+                RowBlocks blocks(end - begin, MOST_ROWS);
+                multiplier.fit(blocks.longest());
                 for (int64_t b = 0; b < blocks.count; b++)
                     for (int w = 0; w < width; w += PANEL) {
                         int64_t row = row_of_head + begin + blocks.first(b), num = blocks.first(b + 1) - blocks.first(b);
                         alignas(64) float tile[MOST_ROWS * PANEL];
-                        multiply<Source::CACHE>(
+                        multiplier.template multiply<Source::CACHE>(
                             num, memory.weights.data() + row * Memory::WEIGHT_STRIDE + first, Memory::WEIGHT_STRIDE,
                             reinterpret_cast<const T *>(memory.values.data() + w / PANEL * Memory::VALUE_PANEL),
                             num_units<T>(n), tile, PANEL);
@@ -398,7 +405,8 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
 // All of a task's chunks into `seen`. `following`: what is looked at after it.
 template <class T>
 static void attend_chunks(const Attention &how, const Pool &pool, const T *layer, const Batch &batch, const Task &task,
-                          Next following, int fold, TileMemory<T> &memory, Seen seen, int width) {
+                          Next following, int fold, TileMemory<T> &memory, MultiplierOf<T> &multiplier, Seen seen,
+                          int width) {
     int rows = task.rows(fold);
     Stretch whole = stretch_of(how, batch, task), stretch = whole;
     begin(seen, rows, width);
@@ -408,7 +416,7 @@ static void attend_chunks(const Attention &how, const Pool &pool, const T *layer
         Next next = following;
         if (chunk + 1 < task.last_chunk)
             next = {{whole.table, stretch.last + 1, whole.last}, task.first_head, task.last_head, false};
-        attend_chunk(how, pool, layer, batch, task, stretch, fold, next, memory, fresh, width);
+        attend_chunk(how, pool, layer, batch, task, stretch, fold, next, memory, multiplier, fresh, width);
         merge(seen, fresh, rows, width);
         stretch.first = stretch.last + 1;
     }
@@ -486,6 +494,7 @@ static void attend(Team &team, const Attention &how, const Pool &pool, int layer
     int fold = how.num_heads / pool.num_kv_heads, width = round_up(pool.value_dim, PANEL);
     const T *data = static_cast<const T *>(pool.data) + layer * pool.layer_stride;
     TileMemory<T> &memory = TileMemory<T>::of_thread(plan.most_rows, pool.key_dim, width);
+    MultiplierOf<T> multiplier;
     team.share(int64_t(plan.tasks.size()), [&](int64_t i, int64_t following) {
         const Task &task = plan.tasks[i];
         int rows = task.rows(fold), each = task.rows_each(fold);
@@ -509,13 +518,13 @@ static void attend(Team &team, const Attention &how, const Pool &pool, int layer
             int64_t size = Seen::size(rows, width);
             float *kept = partial.data() + split.memory;
             Seen own(kept + (i - split.first_task) * size, rows);
-            attend_chunks(how, pool, data, batch, task, next, fold, memory, own, width);
+            attend_chunks(how, pool, data, batch, task, next, fold, memory, multiplier, own, width);
             if (split.num_left.fetch_sub(1) > 1) return;
             split.num_left = split.num_tasks;  // for the next layer
             begin(seen, rows, width);
             for (int64_t n = 0; n < split.num_tasks; n++) merge(seen, Seen(kept + n * size, rows), rows, width);
         } else {
-            attend_chunks(how, pool, data, batch, task, next, fold, memory, seen, width);
+            attend_chunks(how, pool, data, batch, task, next, fold, memory, multiplier, seen, width);
         }
         for (int r = 0; r < rows; r++) {
             float total = seen.total[r];

@@ -75,7 +75,8 @@ template <class Finish>
 static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_rows, const Matrix *next, Finish finish) {
     if (num_rows == 0) return;
     RowBlocks blocks(num_rows, Multiplier::MOST_ROWS);
-    Multiplier multiplier(blocks.longest());
+    Multiplier multiplier;
+    multiplier.fit(blocks.longest());
     // Elsewhere such reads are neither ahead of time nor told to those that the CPU itself begins: half as fast.
     static const bool past_caches = __builtin_cpu_is("amd");
     bool few = num_rows <= Multiplier::FEW_ROWS && past_caches;

@@ -48,7 +48,7 @@ template <class T> static inline int64_t row_stride(int64_t inputs) {
 struct RowBlocks {
     int64_t rows, count;
 
-    explicit RowBlocks(int64_t rows, int64_t most = MOST_ROWS) : rows(rows), count((rows + most - 1) / most) {}
+    RowBlocks(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
     int64_t longest() const { return rows - first(count - 1); }
     int64_t first(int64_t block) const { return block * rows / count; }
 };
@@ -183,15 +183,15 @@ static inline void multiply(int64_t num_rows, const Row *rows, int64_t stride, c
     }
 }
 
-// Multiplies blocks of so many rows, while it exists.
+// Multiplies blocks of at most MOST_ROWS rows, by any number of panels, once it was told how many the longest has.
 struct Registers {
     static constexpr int64_t MOST_ROWS = ::MOST_ROWS, FEW_ROWS = ::FEW_ROWS;
 
-    explicit Registers(int64_t) {}
+    void fit(int64_t) {}
 
-    template <Source FROM, class Weight>
-    void multiply(int64_t num_rows, const Input *rows, int64_t stride, const Weight *panel, int64_t units, float *to,
-                  int64_t to_stride, Ahead ahead) const {
+    template <Source FROM, class Row, class Weight>
+    void multiply(int64_t num_rows, const Row *rows, int64_t stride, const Weight *panel, int64_t units, float *to,
+                  int64_t to_stride, Ahead ahead = {nullptr, 0}) const {
         ::multiply<FROM>(num_rows, rows, stride, panel, units, to, to_stride, ahead);
     }
 };

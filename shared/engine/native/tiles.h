@@ -11,28 +11,31 @@ constexpr int TILE_ROWS = 16;
 constexpr int TILE_BYTES = 64;
 constexpr int HALF_PANEL = PANEL / 2;
 
-// Multiplies blocks of so many rows, while it exists, on the thread that it was made on. The first half of a block's
-// rows are one tile, the others a second one, if they are more than one holds.
+// As `Registers`, on the thread that it was made on. The first half of a block's rows are one tile, the others a second
+// one, if they are more than one holds.
 class Tiles {
 public:
     static constexpr int64_t MOST_ROWS = 2 * TILE_ROWS;
     // Of any number: what is asked of memory first comes to the second cache.
     static constexpr int64_t FEW_ROWS = 0;
 
-    explicit Tiles(int64_t rows) : upper(rows > TILE_ROWS ? (rows + 1) / 2 : rows), lower(rows - upper) {
+    Tiles() = default;
+    ~Tiles() { _tile_release(); }
+    Tiles(const Tiles &) = delete;
+
+    void fit(int64_t rows) {
+        if (rows == upper + lower) return;
+        upper = rows > TILE_ROWS ? (rows + 1) / 2 : rows, lower = rows - upper;
         Shapes shapes;
         const int64_t each[] = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS};
         for (int i = 0; i < 8; i++) shapes.rows[i] = each[i], shapes.row_bytes[i] = each[i] ? TILE_BYTES : 0;
         _tile_loadconfig(&shapes);
     }
-    ~Tiles() { _tile_release(); }
-    Tiles(const Tiles &) = delete;
 
-    // As `multiply` of panel.h; but as many rows are computed as a block has, and `to` has room for them, whatever
-    // `num_rows`, and for that many there are inputs.
+    // As many rows are computed as it fits, whatever `num_rows`: for so many there are inputs, and room in `to`.
     template <Source FROM, class Weight>
     void multiply(int64_t num_rows, const bf16 *rows, int64_t stride, const Weight *panel, int64_t units, float *to,
-                  int64_t to_stride, Ahead ahead) const {
+                  int64_t to_stride, Ahead ahead = {nullptr, 0}) const {
         alignas(64) bf16 inputs[MOST_ROWS * 2 * TILE_ROWS], weights[TILE_ROWS * PANEL * 2];
         _tile_zero(0);
         _tile_zero(1);
@@ -108,7 +111,7 @@ private:
             for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T1);
     }
 
-    int64_t upper, lower;
+    int64_t upper = 0, lower = 0;
 };
 
 using Multiplier = Tiles;

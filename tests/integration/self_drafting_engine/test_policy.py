@@ -31,7 +31,7 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
     policy, told = drafting_of(engine)[0]._policy, 0
 
-    def note(load: int, drafted: bool, num_tokens: int, seconds: float) -> None:
+    def note(load: int, drafted: bool, num_tokens: int, *seconds: float) -> None:
         nonlocal told
         told += num_tokens
 
@@ -42,6 +42,43 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     told = 0
     write(engine, [sequence(next(prompts), max_tokens=50, self_draft=SelfDraft(2))])
     assert told == 0
+
+
+def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=200)
+    proposer, now, waited = drafting_of(engine)[0], 0.0, []
+    proposer._clock = lambda: now
+
+    def note(load: int, drafted: bool, num_tokens: int, seconds: float, its: float) -> None:
+        waited.append(its)
+
+    proposer._policy.observe = note  # type: ignore[method-assign]
+    prompts = random_prompts(8)
+    asked = [sequence(next(prompts), max_tokens=300, self_draft=SelfDraft()) for _ in range(2)]
+    engine.scheduler.add(asked[0])
+    engine.step()
+    now += 1.0
+    engine.step()  # behind its prompt
+    now += 0.5
+    engine.step()
+    engine.step()
+    now += 0.25
+    engine.scheduler.add(asked[1])
+    engine.step()  # in which a prompt is
+    now += 0.125
+    engine.step()
+    now += 0.0625
+    engine.step()
+    engine.scheduler.remove(asked[0])
+    now += 0.03125
+    engine.step()  # of one that was there before
+    engine.scheduler.remove(asked[1])
+    now += 100.0
+    engine.scheduler.add(third := sequence(next(prompts), max_tokens=300, self_draft=SelfDraft()))
+    engine.step()
+    engine.step()
+    assert third.num_committed > 8
+    assert waited == [0.0, 0.5, 0.0, 0.0, 0.0625, 0.03125, 0.0]
 
 
 class Picky(SelfDraftingPolicy):
