@@ -12,12 +12,15 @@ from shared.policy.verify_costs import VerifyCosts
 
 # Of what steps brought so much is remembered, in steps.
 _MEMORY_STEPS: Final = 50.0
-# And a trial's outcome counts so much against those of the trials before it.
+# And a trial's outcome counts so much against those of the trials before it, or more while these are few.
 _TRIAL_WEIGHT: Final = 0.3
-# What was not tried yet is tried for so many steps, and so is again what seemed to be worse.
+# What was not tried yet is tried for so many steps, and so is again what seemed to be worse: for more where they are
+# short, until there were so many seconds or steps.
 _TRIAL_STEPS: Final = 8
-# But for no more than so many that are begun: others' prompts may be in each.
-_MOST_TRIAL_STEPS: Final = 64
+_TRIAL_SECONDS: Final = 0.1
+_MOST_TRIAL_STEPS: Final = 32
+# But for no more than so many times as many that are begun: others' prompts may be in each.
+_MOST_BEGUN: Final = 8
 # That costs this share of the time at most, half of it once two in a row were in vain, a third behind three, and so on
 # down to a quarter; and comes no more often than each so many times its length.
 _TRIAL_SHARE: Final = 0.01
@@ -44,6 +47,7 @@ class _Goodput:
     """Tokens a second, by the latest steps."""
 
     def __init__(self) -> None:
+        self.num_seen = 0
         self.num_steps = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
@@ -58,6 +62,7 @@ class _Goodput:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         keep = 1 - 1 / _MEMORY_STEPS
+        self.num_seen += 1
         self.num_steps = self.num_steps * keep + 1
         self._tokens = self._tokens * keep + num_tokens
         self._seconds = self._seconds * keep + seconds
@@ -74,7 +79,8 @@ class _Load:
         # How many times as many tokens a second drafting brings as plain steps: of the way that was tried, in its
         # trial, and of the other one in the steps before. What they brought at other times says nothing beside it:
         # a machine is faster or slower from one minute to the next, and texts are others.
-        self._log_gain: float | None = None
+        self._log_gain = 0.0
+        self._num_learnt = 0
         # Spent since the last trial so that drafts could be tried.
         self.following = 0.0
         # Or while they pay, for so many tokens that are still to come, of which each pays its share.
@@ -83,6 +89,7 @@ class _Load:
         # Of a trial of the other way so many steps are still to be seen, and so many may be begun for that.
         self.num_left = 0
         self.num_begun = 0
+        self.trial_steps = _TRIAL_STEPS  # of the latest
         # Trials in a row that changed nothing.
         self.num_in_vain = 0
         # The next begins after so many seconds of steps at this load, of which there were so many; so long after the
@@ -95,6 +102,12 @@ class _Load:
     @property
     def is_due(self) -> bool:
         return self.seconds >= self.next_trial
+
+    @property
+    def enough_steps(self) -> int:
+        """Of a trial, and of what it is to be compared with."""
+        step_seconds = max(self.of(self.drafts).step_seconds, _TRIAL_SECONDS / _MOST_TRIAL_STEPS)
+        return max(_TRIAL_STEPS, int(_TRIAL_SECONDS / step_seconds))
 
     @property
     def trial_share(self) -> float:
@@ -116,7 +129,8 @@ class _Load:
         return self.drafting if drafts else self.plain
 
     def begin_trial(self) -> None:
-        self.num_left, self.num_begun = _TRIAL_STEPS, 0
+        self.trial_steps = self.enough_steps
+        self.num_left, self.num_begun = self.trial_steps, 0
         if self.drafts:
             self.plain = _Goodput()
         else:
@@ -126,12 +140,12 @@ class _Load:
         """A trial has ended."""
         if self.drafting.rate > 0 and self.plain.rate > 0:
             found = math.log(self.drafting.rate / self.plain.rate)
-            before = found if self._log_gain is None else self._log_gain
-            self._log_gain = before + _TRIAL_WEIGHT * (found - before)
+            self._num_learnt += 1
+            self._log_gain += max(_TRIAL_WEIGHT, 1 / self._num_learnt) * (found - self._log_gain)
 
     def times(self, drafts: bool) -> float:
         """How many times as much as the other way that way brings."""
-        return math.exp((self._log_gain or 0.0) * (1 if drafts else -1))
+        return math.exp(self._log_gain * (1 if drafts else -1))
 
 
 class SelfDraftingPolicy:
@@ -161,9 +175,9 @@ class SelfDraftingPolicy:
         at = self._at(load)
         if at.num_left > 0:
             at.num_begun += 1
-            if at.num_begun > _MOST_TRIAL_STEPS:
+            if at.num_begun > _MOST_BEGUN * at.trial_steps:
                 self._postpone(at)
-        elif at.is_due and at.of(at.drafts).num_steps >= _TRIAL_STEPS:
+        elif at.is_due and at.of(at.drafts).num_seen >= at.enough_steps:
             if at.drafts or may_try:
                 at.begin_trial()
             elif at.seconds > at.next_trial + at.patience:
@@ -269,7 +283,7 @@ class SelfDraftingPolicy:
         if at.times(not at.drafts) > _KEEP:
             at.drafts, at.num_in_vain = not at.drafts, 0
         lost = max(0.0, 1 - at.times(not at.drafts))
-        trial = _TRIAL_STEPS * max(at.drafting.step_seconds, at.plain.step_seconds)
+        trial = at.trial_steps * max(at.drafting.step_seconds, at.plain.step_seconds)
         at.patience = trial * _LEAST_TRIALS_APART
         at.apart = max((trial * lost + at.following) / at.trial_share, at.patience)
         at.next_trial, at.following = at.seconds + at.apart, 0.0
@@ -277,7 +291,7 @@ class SelfDraftingPolicy:
     def _postpone(self, at: _Load) -> None:
         """It came to nothing: there was nothing to be seen, or nobody to try it with."""
         at.num_left = 0
-        at.patience = max(at.patience, _TRIAL_STEPS * at.of(at.drafts).step_seconds * _LEAST_TRIALS_APART)
+        at.patience = max(at.patience, at.trial_steps * at.of(at.drafts).step_seconds * _LEAST_TRIALS_APART)
         at.next_trial = at.seconds + max(at.apart, at.patience, at.following / at.trial_share)
         at.following = 0.0
 

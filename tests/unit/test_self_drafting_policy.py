@@ -144,9 +144,21 @@ def test_a_trial_ends_whatever_is_seen_of_it() -> None:
     """Where steps say nothing, as others' prompts are in them: it comes to nothing then."""
     policy = SelfDraftingPolicy(flat())
     for _ in range(20):
-        policy.observe(1, True, 2, 0.01)
+        policy.observe(1, True, 2, 0.02)
     chosen = [policy.drafts(1) for _ in range(100)]
     assert chosen == [False] * 65 + [True] * 35
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, 8), (0.01, 10), (0.0025, 32), (0.0001, 32)])
+def test_short_steps_are_tried_for_longer(seconds: float, expected: int) -> None:
+    policy = SelfDraftingPolicy(StepCosts([(1, seconds)]))
+    while policy.drafts(1):  # as many are seen of what it is compared with
+        policy.observe(1, True, 2, seconds)
+    num_tried = 0
+    while num_tried < 100 and not policy.drafts(1):
+        policy.observe(1, False, 1, seconds)
+        num_tried += 1
+    assert num_tried == expected
 
 
 def test_steps_that_say_nothing_are_no_trial() -> None:

@@ -31,7 +31,7 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
     policy, told = drafting_of(engine)[0]._policy, 0
 
-    def note(load: int, drafted: bool, num_tokens: int, *seconds: float) -> None:
+    def note(load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
         nonlocal told
         told += num_tokens
 
@@ -46,11 +46,12 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
 
 def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
     engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=200)
-    proposer, now, waited = drafting_of(engine)[0], 0.0, []
+    proposer, now = drafting_of(engine)[0], 0.0
     proposer._clock = lambda: now
+    told: list[float] = []
 
-    def note(load: int, drafted: bool, num_tokens: int, seconds: float, its: float) -> None:
-        waited.append(its)
+    def note(load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+        told.append(waited)
 
     proposer._policy.observe = note  # type: ignore[method-assign]
     prompts = random_prompts(8)
@@ -78,7 +79,7 @@ def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
     engine.step()
     engine.step()
     assert third.num_committed > 8
-    assert waited == [0.0, 0.5, 0.0, 0.0, 0.0625, 0.03125, 0.0]
+    assert told == [0.0, 0.5, 0.0, 0.0, 0.0625, 0.03125, 0.0]
 
 
 class Picky(SelfDraftingPolicy):
