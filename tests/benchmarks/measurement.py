@@ -21,7 +21,10 @@ from tests.benchmarks.second_router import second_router
 from tests.support.service import COPYING_NOTHING, MODEL_ALONE, inference
 
 PROMPT_TOKENS = 128
-FIXED_SHAPES = (*map(Shape, range(1, 9)), Shape(2, 8), Shape(3, 8), Shape(3, 11), Shape(4, 11), Shape(4, 15), Shape(6, 15))
+FIXED_SHAPES = (
+    *map(Shape, range(1, 9)),
+    *(Shape(2, 8), Shape(3, 8), Shape(3, 11), Shape(4, 11), Shape(4, 15), Shape(6, 15)),
+)
 """What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
 # So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
