@@ -94,7 +94,8 @@ def test_a_token_of_a_tree_that_sees_another_line_is_seen(
         trees = step._kept[2]
         assert trees is not None
         # Both follow a token of the same depth.
-        trees.parents[[4, 7]] = trees.parents[[7, 4]]
+        first = trees.num_tokens + 2 * trees.num_sequences
+        trees.packed[first + 4], trees.packed[first + 7] = trees.packed[first + 7], trees.packed[first + 4]
         return right(step, *arguments)
 
     monkeypatch.setattr(NativeStep, "attend", attend)

@@ -231,7 +231,8 @@ class AttentionBatch:
         """None where there are none in this step."""
         if self.parents is None or not any(self.parents):
             return None
-        return Trees.build(self.slots, self.starts + self.lengths, self.lengths, self.packed_starts, self.parents)
+        starts, lengths = self.packed[: self.num_sequences], self.packed[self.num_sequences : 2 * self.num_sequences]
+        return Trees.build(starts, lengths, self.parents)
 
     @cached_property
     def indices(self) -> Indices:

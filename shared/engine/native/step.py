@@ -37,8 +37,7 @@ class NativeStep:
         first, size = packed.buffer_info()[0], num_sequences * packed.itemsize
         arrays = [first + i * size for i in range(_NUM_ARRAYS)]
         if trees is not None:
-            kept = (trees.positions, trees.starts, trees.first_parents, trees.parents)
-            arrays += [each.ctypes.data for each in kept]
+            arrays += trees.addresses
         self.batch = Batch(num_sequences, num_tokens, *arrays)
         self.pool = pool.described
 
