@@ -10,17 +10,14 @@ from torch import Tensor
 from shared.sampling.coupled import coupled_scores
 from shared.sampling.filters import sampling_scores
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import Child
-
-Children = tuple[tuple[Child, ...], ...]
-"""Of each row of a sequence, likeliest first."""
+from shared.sampling.sampled import Children
 
 LikeliestFinder = Callable[[Tensor, int], tuple[list[list[int]], list[list[float]]]]
 """Of scores [R, V] float32 so many of the likeliest, at most V, best first: ids and, by a softmax of all, logprobs; not
 finite where there are fewer."""
 
 
-def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[Children]:
+def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[tuple[Children, ...]]:
     """What the target may draw at each row, whose noise the drafter knows: the largest `num_children` of its own
     logprobs + noise, and as how likely a softmax of these sees them.
 
@@ -32,14 +29,18 @@ def branch(logits: Tensor, rows: Sequence[SampleRows]) -> list[Children]:
     token_ids, logprobs = _likeliest(scores, most)
     branched, row = [], 0
     for sequence in rows:
-        children = []
-        for _ in range(sequence.num_rows):
-            pairs = zip(token_ids[row], logprobs[row], strict=True)
-            likely = [Child(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]
-            children.append(tuple(likely[: sequence.num_children]))
-            row += 1
-        branched.append(tuple(children))
+        last = row + sequence.num_rows
+        branched.append(tuple(_first(sequence.num_children, token_ids[i], logprobs[i]) for i in range(row, last)))
+        row = last
     return branched
+
+
+def _first(most: int, token_ids: list[int], logprobs: list[float]) -> Children:
+    """So many of them, as far as there are."""
+    most = min(most, len(token_ids))
+    while most > 0 and not math.isfinite(logprobs[most - 1]):
+        most -= 1
+    return Children(token_ids[:most], logprobs[:most])
 
 
 def find_likeliest_by(finder: LikeliestFinder) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shared.sampling.proposal import Proposal
-from shared.sampling.sampled import Child
+from shared.sampling.sampled import Children
 
 # Tokens that a step computes of one tree: on a CPU so many rows cost hardly more than one.
 WIDTH = 8
@@ -64,22 +64,22 @@ class DraftTree:
         """How many tokens that may follow a row are worth to know."""
         return min(self._num_nodes, WIDTH) if self._branching else 1
 
-    def take(self, children: Sequence[Sequence[Child]]) -> None:
+    def take(self, children: Sequence[Children]) -> None:
         """Takes in what may follow each row that the latest step computed, as far as it would be proposed by now: later
         steps find only what takes its place."""
         latest = self._computed[-self._num_latest :] if self._num_latest else [-1]
         for parent, found in zip(latest, children, strict=True):
             before, depth = (self._nodes[parent].logprob, self._nodes[parent].depth + 1) if parent >= 0 else (0.0, 0)
             logprob = 0.0
-            for child in found:
-                guess, own = math.exp(child.logprob), child.logprob
+            for token_id, own in zip(found.token_ids, found.logprobs, strict=True):
+                guess = math.exp(own)
                 if self._likelihood is not None:
                     own = math.log(max(self._likelihood(guess, depth), 1e-9))
                 # What its drafter likes less than another is no likelier.
                 logprob = min(logprob, own)
                 if not self._is_among_best(before + logprob):
                     break
-                self._nodes.append(_Node(child.token_id, parent, before + logprob, guess, depth))
+                self._nodes.append(_Node(token_id, parent, before + logprob, guess, depth))
         self._num_steps -= 1
         self._order = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -22,11 +23,12 @@ class Candidates(NamedTuple):
     probs: bytes
 
 
-class Child(NamedTuple):
-    """A token that may come next in a tree, and how likely it is, given what comes before it: a natural logarithm."""
+class Children(NamedTuple):
+    """Tokens that may come next in a tree, likeliest first, and how likely each is, given what comes before it: natural
+    logarithms."""
 
-    token_id: int
-    logprob: float
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
 
 
 class SampledTokens(NamedTuple):
@@ -34,8 +36,8 @@ class SampledTokens(NamedTuple):
 
     `logprobs` has an entry for each token where the request asks for them; `candidates` is set when
     a drafter draws for rejection sampling. `path`: of a token tree the rows of the accepted draft tokens; empty where
-    they are a chain's first ones. `children`: what may follow each row of a tree that a drafter grows, likeliest first,
-    in place of any token.
+    they are a chain's first ones. `children`: what may follow each row of a tree that a drafter grows, in place of any
+    token.
     """
 
     token_ids: tuple[int, ...]
@@ -43,4 +45,4 @@ class SampledTokens(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     candidates: Candidates | None = None
     path: tuple[int, ...] = ()
-    children: tuple[tuple[Child, ...], ...] = ()
+    children: tuple[Children, ...] = ()

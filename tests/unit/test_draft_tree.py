@@ -25,7 +25,7 @@ from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows
-from shared.sampling.sampled import Child
+from shared.sampling.sampled import Children
 from tests.support.models import tiny_llama
 
 VOCAB_SIZE = 257
@@ -41,7 +41,7 @@ def grow(model: Tensor, last: int, num_nodes: int, num_steps: int, least: float 
     tree, rows, taken = DraftTree(num_nodes, num_steps, least=least), [last], 0
     while True:
         best = [model[row].topk(min(tree.num_children, model.shape[1])) for row in rows]
-        tree.take([tuple(map(Child, each.indices.tolist(), each.values.tolist())) for each in best])
+        tree.take([Children(each.indices.tolist(), each.values.tolist()) for each in best])
         taken += 1
         following = tree.advance()
         if following is None:
@@ -103,7 +103,7 @@ def test_a_tree_is_no_deeper_than_its_steps(num_steps: int) -> None:
 def test_what_the_drafter_likes_less_than_another_is_no_likelier() -> None:
     """Whatever experience of few tokens says."""
     tree = DraftTree(2, 1, likelihood=lambda guess, _: 1 - guess)
-    tree.take([[Child(token, math.log(guess)) for token, guess in ((5, 0.6), (6, 0.3), (7, 0.1))]])
+    tree.take([Children([5, 6, 7], [math.log(guess) for guess in (0.6, 0.3, 0.1)])])
     assert tree.advance() is None
     assert tree.proposal().token_ids == (5, 6)
 
@@ -117,8 +117,8 @@ def test_what_may_follow_is_what_the_noise_foresees() -> None:
     together = draw(torch.cat([logits[:2], logits[2:], logits[2:]]), [tree, greedy, plain])
     assert together[2].token_ids == (int(logits[2].argmax()),)
     best = logits[2].log_softmax(0).topk(2)
-    assert [child.token_id for child in together[1].children[0]] == best.indices.tolist()
-    assert [child.logprob for child in together[1].children[0]] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert together[1].children[0].token_ids == best.indices.tolist()
+    assert together[1].children[0].logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
     for row, depth in ((0, 2), (1, 1)):
         kept = logits[row].topk(4)
         scores = torch.full((11,), -math.inf)
@@ -126,9 +126,9 @@ def test_what_may_follow_is_what_the_noise_foresees() -> None:
         scores += gumbel_noise([5], [2], [2 + depth], 11, logits.device)[0]
         order = scores.topk(4)
         children = together[0].children[row]
-        assert [child.token_id for child in children] == order.indices.tolist(), "what the filters leave, and no more"
+        assert children.token_ids == order.indices.tolist(), "what the filters leave, and no more"
         expected = (order.values - scores.logsumexp(0)).tolist()
-        assert [child.logprob for child in children] == pytest.approx(expected, abs=1e-4)
+        assert children.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ class Trees:
     token that it follows: what attends sees its line of ancestors as if nothing else of the tree were there.
 
     `positions` `[num_tokens]`: of each packed token in its text. `starts` `[num_sequences]`: where the tree of each
-    sequence begins; beyond all positions for one that has none. `parents`: where what each token of a tree follows lies,
-    tree by tree, from `first_parents[i]` on those of sequence i. These are `packed`, one behind the other: as with
-    `AttentionBatch`, each small array costs a step of few sequences as much.
+    sequence begins; beyond all positions for one that has none. `parents`: where what each token of a tree follows
+    lies, tree by tree, from `first_parents[i]` on those of sequence i. These are `packed`, one behind the other: as
+    with `AttentionBatch`, each small array costs a step of few sequences as much.
     """
 
     num_tokens: int
@@ -31,8 +31,8 @@ class Trees:
 
     @classmethod
     def build(cls, starts: Sequence[int], lengths: Sequence[int], parents: Sequence[Sequence[int]]) -> Trees:
-        """Sequence i has `lengths[i]` new tokens from `starts[i]` on. The last `len(parents[i])` up to there are its tree
-        (see `Proposal.parents`), whenever they were computed."""
+        """Sequence i has `lengths[i]` new tokens from `starts[i]` on. The last `len(parents[i])` to their end are its
+        tree (see `Proposal.parents`), whenever they were computed."""
         positions: list[int] = []
         tree_starts: list[int] = []
         first_parents: list[int] = []
