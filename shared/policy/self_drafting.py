@@ -35,6 +35,11 @@ _MOST_TIMES: Final = 4.0
 # is rarely to be had.
 _WEIGHT: Final = 0.1
 _WEIGHT_OF_FOLLOWING: Final = 0.3
+# A wait is believed to be no longer than so many plain steps, and counts so much against those before it; what a step
+# waits on average counts as no more than so many: somebody who reads slowly must not decide for whoever comes next.
+_LONGEST_WAIT: Final = 64.0
+_WEIGHT_OF_WAIT: Final = 0.03
+_MOST_WAITED: Final = 4.0
 # What share of plain steps drafting spares at best, but for rare texts.
 _MOST_SPARED: Final = 0.5
 # So much of what nobody looks for any more, as too little of it was found, is thought to be there after all, each time.
@@ -44,28 +49,30 @@ _FORGOTTEN_OF_FOLLOWING: Final = 0.0005
 
 
 class _Goodput:
-    """Tokens a second, by the latest steps."""
+    """Tokens a second, by the latest steps and what they waited."""
 
     def __init__(self) -> None:
         self.num_seen = 0
         self.num_steps = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
+        self._waited = 0.0
 
     @property
     def rate(self) -> float:
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+        return self._tokens / (self._seconds + self._waited) if self._seconds > 0 else 0.0
 
     @property
     def step_seconds(self) -> float:
         return self._seconds / self.num_steps if self.num_steps else 0.0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, waited: float) -> None:
         keep = 1 - 1 / _MEMORY_STEPS
         self.num_seen += 1
         self.num_steps = self.num_steps * keep + 1
         self._tokens = self._tokens * keep + num_tokens
         self._seconds = self._seconds * keep + seconds
+        self._waited = self._waited * keep + waited
 
 
 class _Load:
@@ -74,8 +81,8 @@ class _Load:
     def __init__(self) -> None:
         self.drafting, self.plain = _Goodput(), _Goodput()
         self.drafts = True
-        # What a step's sequences wait for their owners.
-        self.waited = 0.0
+        # What a step's sequences wait for their owners on average, with and without drafts.
+        self._waited: dict[bool, float] = {}
         # How many times as many tokens a second drafting brings as plain steps: of the way that was tried, in its
         # trial, and of the other one in the steps before. What they brought at other times says nothing beside it:
         # a machine is faster or slower from one minute to the next, and texts are others.
@@ -127,6 +134,14 @@ class _Load:
 
     def of(self, drafts: bool) -> _Goodput:
         return self.drafting if drafts else self.plain
+
+    def waited(self, drafts: bool) -> float:
+        """As long as one way is unknown, as the other."""
+        return self._waited.get(drafts, self._waited.get(not drafts, 0.0))
+
+    def wait(self, drafts: bool, seconds: float) -> None:
+        before = self.waited(drafts)
+        self._waited[drafts] = before + _WEIGHT_OF_WAIT * (seconds - before)
 
     def begin_trial(self) -> None:
         self.trial_steps = self.enough_steps
@@ -233,10 +248,13 @@ class SelfDraftingPolicy:
         """How likely a token must be to be accepted so as to be worth its row."""
         return min(1.0, self._costs.row_seconds(load) * self._price(load))
 
+    def waited(self, load: int) -> float:
+        """What `load` sequences wait for their owners before a step with drafts, as far as it counts."""
+        return min(self._at(load).waited(True), _MOST_WAITED * self._costs.seconds(load, 0))
+
     def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
         """How many draft tokens to verify, of those with these likelihoods, best first, after `spent` seconds of
-        drafting."""
-        spent += self._at(load).waited
+        waiting and drafting."""
         tokens, best, count = float(load), 0, 0
         most = tokens / (self._costs.seconds(load, 0) + spent)
         for count, likelihood in enumerate(likelihoods, 1):
@@ -264,13 +282,13 @@ class SelfDraftingPolicy:
         """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
         nothing that would have been drafted whatever was decided. Before it they `waited` for their owners, who
         take in a message of several tokens sooner than as many messages."""
-        at = self._at(load)
-        at.waited += _WEIGHT * (min(waited, _MOST_TIMES * seconds) - at.waited)
-        seconds += waited
+        at, plain = self._at(load), self._costs.seconds(load, 0)
+        at.wait(drafted, min(waited, _LONGEST_WAIT * plain))
+        waited = min(at.waited(drafted), _MOST_WAITED * plain)
         if seconds > _MOST_TIMES * at.of(drafted).step_seconds:
-            seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, self._costs.seconds(load, 0)))
+            seconds = min(seconds, _MOST_TIMES * max(at.of(drafted).step_seconds, plain))
         at.seconds += seconds
-        at.of(drafted).observe(num_tokens, seconds + (at.pay(num_tokens) if drafted else 0.0))
+        at.of(drafted).observe(num_tokens, seconds + (at.pay(num_tokens) if drafted else 0.0), waited)
         if at.num_left > 0 and drafted != at.drafts:
             at.num_left -= 1
             if at.num_left == 0:

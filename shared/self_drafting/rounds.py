@@ -329,7 +329,8 @@ class SelfDrafting:
             ((its, each) for each, found in likelihoods.items() if not is_fixed(each) for its in found),
             key=lambda pair: -pair[0],
         )
-        num_rows = self._policy.num_rows(self._load, (its for its, _ in adaptive), self._spent)
+        spent = self._spent + self._policy.waited(self._soon)
+        num_rows = self._policy.num_rows(self._load, (its for its, _ in adaptive), spent)
         # Who follows another is no likelier, and so comes later: of each the first so many.
         counts = Counter(each for _, each in adaptive[:num_rows])
         for sequence, draft in drafts.items():

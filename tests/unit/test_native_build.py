@@ -254,10 +254,13 @@ def test_this_machines_flags_are_read() -> None:
     assert ("avx2" in flags) == (torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
 
 
-def test_tiles_are_for_those_whom_the_system_lets_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_for_those_whom_the_system_lets_use_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     others, tiles = {"avx2", "fma", "avx512_bf16"}, {"amx_bf16", "amx_tile", "amx_int8"}
     monkeypatch.setattr(Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {' '.join(others | tiles)}\n")
     monkeypatch.setattr(build_module, "_ASK_FOR_TILES", (-1, 0, 0))  # no call of any system
     assert read_cpu_flags() & (others | tiles) == others
+    assert "does not let this process use AMX" in caplog.text
     monkeypatch.setattr(build_module, "_may_use_tiles", lambda: True)
     assert read_cpu_flags() >= others | tiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -94,7 +95,36 @@ def test_rows_are_worth_more_where_each_step_is_waited_for() -> None:
     assert policy.num_rows(1, [0.6] * 7, 0.0) == 0
     for _ in range(100):
         policy.observe(1, False, 1, 0.01, 0.02)
-    assert policy.num_rows(1, [0.6] * 7, 0.0) == 7
+    assert policy.num_rows(1, [0.6] * 7, policy.waited(1)) == 7
+
+
+def alternate(policy: SelfDraftingPolicy, num_steps: int, waits: Sequence[float] = (0.0,)) -> float:
+    """Steps of 5 ms, or of 25 with drafts that bring three tokens, behind these waits in turns: tokens a second."""
+    rng, seconds, num_tokens = random.Random(1), 0.0, 0
+    for i in range(num_steps):
+        drafts, waited = policy.drafts(1), waits[i % len(waits)]
+        brought, took = (3, 0.025) if drafts else (1, 0.005)
+        took *= rng.lognormvariate(0, 0.1)
+        policy.observe(1, drafts, brought, took, waited)
+        seconds, num_tokens = seconds + took + waited, num_tokens + brought
+    return num_tokens / seconds
+
+
+@pytest.mark.parametrize("waited", [5.0, 0.3])
+def test_who_reads_slowly_does_not_decide_for_who_comes_next(waited: float) -> None:
+    policy = SelfDraftingPolicy(flat(0.005))
+    alternate(policy, 2000)
+    alternate(policy, 300, [waited])
+    alternate(policy, 4000)  # some half a minute, in which it is seen
+    assert alternate(policy, 1000) > 0.95 * 200
+
+
+@pytest.mark.parametrize(("every", "waited"), [(1, 0.02), (4, 0.05), (8, 0.1), (16, 0.2)])
+def test_waits_that_come_at_once_count_as_those_that_come_one_by_one(every: int, waited: float) -> None:
+    policy = SelfDraftingPolicy(flat(0.005))
+    waits = [0.0] * (every - 1) + [waited]
+    alternate(policy, 4000, waits)
+    assert alternate(policy, 2000, waits) > 0.95 * 3 / (0.025 + waited / every)
 
 
 def write_texts(policy: SelfDraftingPolicy, gain: float, num_texts: int) -> float:

@@ -85,7 +85,7 @@ def build(folder: Path | None = None, cpu_flags: frozenset[str] | None = None) -
 def build_ahead() -> list[Path]:
     """Compiles for every instruction set there is, to where they are found without a compiler; returns the files.
 
-    Raises CannotBuild.
+    Raises CannotBuild if there is one that cannot be compiled: an image that lacks it would be slow on whole machines.
     """
     _BUILT.mkdir(exist_ok=True)
     command = _compiler()
@@ -107,7 +107,10 @@ def read_cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     flags = frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
-    return flags if flags.isdisjoint(_TILES) or _may_use_tiles() else flags - _TILES
+    if flags.isdisjoint(_TILES) or _may_use_tiles():
+        return flags
+    logger.warning("the system does not let this process use AMX: kernels without it serve")
+    return flags - _TILES
 
 
 def _may_use_tiles() -> bool:
