@@ -44,6 +44,28 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     assert told == 0
 
 
+def test_steps_in_which_all_have_copies_say_nothing_of_a_drafter(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, copied_tokens=5000, num_blocks=200)
+    proposer, told = drafting_of(engine)[0], 0
+
+    def note(load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+        nonlocal told
+        told += 1
+
+    proposer._policy.observe = note  # type: ignore[method-assign]
+    asked = sequence([5, 6, 7, 8] * 4, max_tokens=200, self_draft=SelfDraft())
+    engine.scheduler.add(asked)
+    engine.step()
+    num_steps = num_copied = 0
+    while (outcome := engine.step()) is not None:
+        num_steps += 1
+        [gain] = outcome.gains
+        alone = bool(gain.self_drafted.sources) and set(gain.self_drafted.sources) == {"suffix"}
+        num_copied += alone and asked not in proposer._grown
+    assert told < num_steps
+    assert num_steps - told <= num_copied
+
+
 def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
     engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=200)
     proposer, now = drafting_of(engine)[0], 0.0
