@@ -81,8 +81,8 @@ class SelfDrafting:
         # Whether drafts of the drafter's are to be expected of any, and whether they have them in this step.
         self._expects = False
         self._drafts = False
-        # Whether copies leave the drafter anybody to draft for: if not, it is no matter what was decided.
-        self._has_any = False
+        # Whether it matters what was decided: not where copies leave the drafter nobody to draft for.
+        self._matters = True
         self._spent = 0.0
         # How long that step's sequences were waiting for their owners alone: who took part in the one before, when that
         # ended.
@@ -110,7 +110,7 @@ class SelfDrafting:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
         self._load, self._num_free, self._drafts, self._spent, self._expects = 0, 0, False, 0.0, False
-        self._has_any = True
+        self._matters = True
         self._sweep(scheduler)
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
@@ -135,7 +135,7 @@ class SelfDrafting:
         # What is tried with fewer says little.
         self._drafts = num_growing > 0 and self._policy.drafts(self._soon, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
-        self._has_any = bool(lacking) or not growing
+        self._matters = bool(lacking) or not growing
         grown = self._grow(scheduler, [each for each in lacking if self._drafts or is_fixed(each)], room)
         self._grown = {each: (tree, len(each.token_ids)) for each, tree in grown.items()}
         self._spent = self._clock() - began
@@ -182,7 +182,7 @@ class SelfDrafting:
         self._num_plain = 0 if self._rounds else self._num_plain + 1
         if self._num_plain % _PLAIN_STEPS_APART == 0:
             self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
-        if self._growth is None or not self._num_free or not self._has_any:
+        if self._growth is None or not self._num_free or not self._matters:
             return
         for sequence, found in self._rounds.items():
             if is_fixed(sequence):  # which says nothing of whether drafting pays
