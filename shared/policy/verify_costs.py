@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from shared.policy.overhead import nearest_power
 from shared.policy.step_costs import StepCosts
 
-# A new measurement counts so much against those before it, or more while there are few; and is believed to be off by no
-# more than this, a logarithm.
-_WEIGHT: Final = 0.1
-_NUM_PRIOR: Final = 2.0
+# What is to be found out, to begin with, and how far off that may be: how many times as long steps take as their size
+# says, and in plain steps what verifying takes beyond that, as such and for each draft token. By how much each changes
+# from step to step: a machine is faster or slower from one minute to the next, and the rest is the code's.
+_BEGINNING: Final = (1.0, 0.0, 0.0)
+_DEVIATIONS: Final = (0.05, 0.5, 0.05)
+_DRIFTS: Final = (0.002, 0.005, 0.0005)
+_LEAST: Final = (0.05, 0.0, 0.0)
+# A step strays by this share, and is believed to be off by no more than that, a logarithm.
+_NOISE: Final = 0.05
 _MOST_ERROR: Final = 0.3
 # What verifying takes beyond its rows is forgotten by so much with each step that is told of and verified nothing:
 # where that is all that speaks against it, it is tried again after some hundreds of them.
 _FORGOTTEN: Final = 0.002
-# And what is said of so many rows alone, with each that verifies others: a step or two then tell.
+# What is left of a step counts so much for others of about as many rows, where arithmetic bounds what memory does for
+# fewer; and is forgotten by so much with each, also of other rows: what is true of all is found above, and of rows that
+# are not verified any more a step or two then tell.
+_ROWS_WEIGHT: Final = 0.1
 _ROWS_FORGOTTEN: Final = 0.01
+# How many draft tokens are usual, by the latest steps.
+_USUAL_WEIGHT: Final = 0.1
 
 
-@dataclass(slots=True)
 class _Learnt:
-    """`ratio`: of a plain step to what its size says, as a logarithm; `by_rows`: beside it of those that verify, by
-    about how many rows they have: where arithmetic bounds them, they do not become faster when memory does. `extra`:
-    seconds of verifying beyond its rows."""
+    """Of about so many sequences: a Kalman filter of what is to be found out, each of which wanders on its own (Kalman
+    1960). `by_rows`: what is true of steps of about so many rows alone, as a logarithm. `usual`: draft tokens of the
+    latest steps that verified any; 0 as long as there were none."""
 
-    ratio: float = 0.0
-    num_plain: int = 0
-    num_verified: int = 0
-    extra: float = 0.0
-    by_rows: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    def __init__(self) -> None:
+        self.found = list(_BEGINNING)
+        self.by_rows: dict[int, float] = {}
+        self.usual = 0.0
+        self._covariance = [[deviation**2 * (i == k) for k in range(3)] for i, deviation in enumerate(_DEVIATIONS)]
 
-    def forget(self, sizes: Iterable[int], share: float) -> None:
-        for size in sizes:
+    def observe(self, size: float, num_draft_tokens: int, took: float) -> None:
+        """A step took so many plain ones, and should have taken `size` of them by its size."""
+        features = size, float(num_draft_tokens > 0), float(num_draft_tokens)
+        expected = _dot(self.found, features)
+        took = expected * math.exp(min(max(math.log(took / expected), -_MOST_ERROR), _MOST_ERROR))
+        spread = [_dot(row, features) for row in self._covariance]
+        variance = _dot(spread, features) + (_NOISE * took) ** 2
+        for i, row in enumerate(self._covariance):
+            self.found[i] = max(_LEAST[i], self.found[i] + spread[i] / variance * (took - expected))
+            for k in range(3):
+                row[k] -= spread[i] * spread[k] / variance
+            row[i] += _DRIFTS[i] ** 2
+        self.found[2] *= 1 - _FORGOTTEN
+        if num_draft_tokens == 0:
+            self.found[1] *= 1 - _FORGOTTEN
+
+    def forget_rows(self, share: float) -> None:
+        for size in self.by_rows:
             self.by_rows[size] *= 1 - share
 
 
@@ -52,36 +75,46 @@ class VerifyCosts:
         self._learnt: dict[int, _Learnt] = {}
 
     def seconds(self, load: int, num_draft_tokens: int) -> float:
-        at = self._at(load)
-        seconds = math.exp(at.ratio) * self._costs.seconds(load + num_draft_tokens)
-        if num_draft_tokens == 0:
-            return seconds
-        return seconds * math.exp(at.by_rows[_size_of(load + num_draft_tokens)]) + at.extra
+        return self.of(load)(num_draft_tokens)
+
+    def of(self, load: int) -> Callable[[int], float]:
+        """The same of so many sequences, for who asks of many draft tokens."""
+        at, costs = self._at(load), self._costs
+        longer, fixed, each = at.found
+        fixed, each, by_rows = fixed * costs.seconds(load), each * costs.seconds(load), at.by_rows
+
+        def seconds(num_draft_tokens: int) -> float:
+            if num_draft_tokens == 0:
+                return longer * costs.seconds(load)
+            num_rows = load + num_draft_tokens
+            size = math.exp(by_rows.get(_size_of(num_rows), 0.0)) * costs.seconds(num_rows)
+            return longer * size + fixed + each * num_draft_tokens
+
+        return seconds
 
     def row_seconds(self, load: int) -> float:
-        """What a row more of each sequence takes, each."""
-        longer = self._costs.seconds(2 * load) - self._costs.seconds(load)
-        return math.exp(self._at(load).ratio) * longer / load
+        """What a draft token more takes, among as many as there usually are; as long as there were none, one for each
+        sequence."""
+        most, seconds = max(2, round(self._at(load).usual) or load), self.of(load)
+        least = most // 2
+        return max(0.0, seconds(most) - seconds(least)) / (most - least)
 
     def observe(self, load: int, num_draft_tokens: int, seconds: float) -> None:
         """Such a step took that long, without prompts."""
         if seconds <= 0:
             return
-        at = self._at(load)
-        expected = self.seconds(load, num_draft_tokens)
-        error = min(max(math.log(seconds / expected), -_MOST_ERROR), _MOST_ERROR)
+        at, plain, rows = self._at(load), self._costs.seconds(load), _size_of(load + num_draft_tokens)
+        size = self._costs.seconds(load + num_draft_tokens) / plain
+        size *= math.exp(at.by_rows.get(rows, 0.0)) if num_draft_tokens else 1.0
+        at.observe(size, num_draft_tokens, seconds / plain)
         if num_draft_tokens == 0:
-            at.num_plain += 1
-            at.ratio += max(_WEIGHT, 1 / (at.num_plain + _NUM_PRIOR)) * error
-            at.extra *= 1 - _FORGOTTEN
-            at.forget(at.by_rows.keys(), _FORGOTTEN)
+            at.forget_rows(_FORGOTTEN)
             return
-        at.num_verified += 1
-        learnt = max(_WEIGHT, 1 / (at.num_verified + _NUM_PRIOR)) * error
-        at.extra = max(0.0, at.extra + learnt * expected)
-        size = _size_of(load + num_draft_tokens)
-        at.by_rows[size] += learnt
-        at.forget(at.by_rows.keys() - {size}, _ROWS_FORGOTTEN)
+        at.usual += _USUAL_WEIGHT * (num_draft_tokens - at.usual) if at.usual else num_draft_tokens
+        error = math.log(seconds / self.seconds(load, num_draft_tokens))
+        error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
+        at.by_rows[rows] = at.by_rows.get(rows, 0.0) + _ROWS_WEIGHT * error
+        at.forget_rows(_ROWS_FORGOTTEN)
 
     def _at(self, load: int) -> _Learnt:
         bucket = nearest_power(load)
@@ -89,6 +122,10 @@ class VerifyCosts:
         if found is None:
             found = self._learnt[bucket] = _Learnt()
         return found
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _size_of(num_rows: int) -> int:

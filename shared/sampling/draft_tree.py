@@ -41,20 +41,25 @@ class DraftTree:
         *,
         branching: bool = True,
         least: float = 0.0,
+        price: float = 0.0,
         likelihood: Callable[[float, int], float] | None = None,
     ) -> None:
         """Not `branching`, it is a chain. No step looks behind tokens that are accepted less often than `least`.
+        `price`: what it takes to verify one, in accepted tokens.
         `likelihood`: what to make of a drafter's guess at that depth; None: it is taken as it is."""
         self._num_nodes = num_nodes
         self._num_steps = num_steps
         self._branching = branching
         self._least = math.log(least) if least > 0 else -math.inf
+        self._price = price
         self._likelihood = likelihood
         self._nodes: list[_Node] = []
         # Those to propose by now, best first; None where that is to be found out.
         self._order: list[int] | None = None
         # Log-likelihoods of those to propose by now, negated, so the best first.
         self._best: list[float] = []
+        # Those that the next step computes; None as above.
+        self._next: list[int] | None = None
         # Those computed, in that order, and how many of them by the latest step; by the first one it was the root.
         self._computed: list[int] = []
         self._num_latest = 0
@@ -81,7 +86,7 @@ class DraftTree:
                     break
                 self._nodes.append(_Node(token_id, parent, before + logprob, guess, depth))
         self._num_steps -= 1
-        self._order = None
+        self._order = self._next = None
 
     def advance(self) -> tuple[Proposal, int] | None:
         """What the next step computes: all tokens computed so far and behind them its own, and the first row of these;
@@ -90,19 +95,25 @@ class DraftTree:
         if not wanted:
             return None
         self._computed += wanted
+        self._next = None
         self._num_latest = len(wanted)
         return self._proposal(self._computed), len(self._computed) - len(wanted) + 1
 
     @property
-    def prospect(self) -> float:
-        """How likely it is that one of the tokens which the next step would compute is accepted; 0 where the tree has
-        grown."""
-        return sum(math.exp(self._nodes[i].logprob) for i in self._wanted())
+    def num_wanted(self) -> int:
+        """Rows of the next step; none where the tree has grown."""
+        return len(self._wanted())
 
     @property
-    def num_expected(self) -> float:
-        """How many of the tokens to propose may be expected to be accepted."""
-        return sum(self.likelihoods())
+    def prospect(self) -> float:
+        """What the next step would find at best: as many tokens as those are likely to be accepted that it computes,
+        without what verifying as many takes; 0 where the tree has grown."""
+        return sum(max(0.0, math.exp(self._nodes[i].logprob) - self._price) for i in self._wanted())
+
+    @property
+    def worth(self) -> float:
+        """How many of the tokens to propose may be expected to be accepted, without what verifying them takes."""
+        return sum(max(0.0, its - self._price) for its in self.likelihoods())
 
     def likelihoods(self) -> list[float]:
         """Of each token to propose, with all those before it: best first, as in the proposal."""
@@ -126,10 +137,11 @@ class DraftTree:
         return True
 
     def _wanted(self) -> list[int]:
-        if self._num_steps <= 0:
-            return []
-        known = set(self._computed)
-        return [i for i in self._likeliest() if i not in known and self._nodes[i].logprob > self._least][:WIDTH]
+        if self._next is None:
+            known = set(self._computed)
+            wanted = [i for i in self._likeliest() if i not in known and self._nodes[i].logprob > self._least]
+            self._next = wanted[:WIDTH] if self._num_steps > 0 else []
+        return self._next
 
     def _likeliest(self) -> list[int]:
         """Indices of the nodes to propose, best first. Who follows another is no likelier, and comes later."""

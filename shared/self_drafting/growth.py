@@ -31,34 +31,43 @@ class Growth:
         self._clock = clock
         self._calibrations = [Calibration() for _ in range(drafter.most_steps)]
 
-    def tree(self, num_nodes: int, num_steps: int, branching: bool, fixed: bool) -> DraftTree:
-        """An empty one. Not `fixed`, nobody looks behind tokens that are accepted less often than once in `num_nodes`
-        times: what would be found there is hardly worth its row, let alone a step."""
-        least = 0.0 if fixed else 1 / num_nodes
-        return DraftTree(num_nodes, num_steps, branching=branching, least=least, likelihood=self._likelihood)
+    def tree(self, num_nodes: int, num_steps: int, branching: bool, price: float | None) -> DraftTree:
+        """An empty one. `price`: of a token's row, in accepted ones; None: whatever that is. Nobody looks behind tokens
+        that are accepted less often than they cost, or than once in `num_nodes` times: what would be found there is
+        hardly worth its row, let alone a step."""
+        least = 0.0 if price is None else max(price, 1 / num_nodes)
+        return DraftTree(
+            num_nodes,
+            num_steps,
+            branching=branching,
+            least=least,
+            price=price or 0.0,
+            likelihood=self._likelihood,
+        )
 
     def grow(self, trees: dict[Sequence, DraftTree], load: int) -> dict[Sequence, TreeDraft]:
         """Grows these, which are empty, of `load` sequences in the step."""
-        began = self._clock()
         self._take(trees, self.drafter.begin(list(trees)), [(EMPTY_PROPOSAL, 0)] * len(trees))
         growing = trees
-        while growing:
-            now = self._clock()
-            self._policy.observe_drafting(len(growing), now - began)
-            began = now
+        while growing := self._who_goes_on(growing, load):
+            began, num_rows = self._clock(), _num_rows(growing)
             free = [tree for each, tree in growing.items() if not is_fixed(each)]
-            prospect, before = sum(tree.prospect for tree in free), sum(tree.num_expected for tree in free)
-            if not self._policy.goes_on(len(growing), load, prospect):
-                growing = {each: tree for each, tree in growing.items() if is_fixed(each)}
-                prospect = 0.0
+            prospect, before = sum(tree.prospect for tree in free), sum(tree.worth for tree in free)
             advanced = {each: following for each, tree in growing.items() if (following := tree.advance()) is not None}
-            growing = {each: trees[each] for each in advanced}
-            if growing:
-                logits = self.drafter.extend([Growing(each, *following) for each, following in advanced.items()])
-                self._take(growing, logits, list(advanced.values()))
+            logits = self.drafter.extend([Growing(each, *following) for each, following in advanced.items()])
+            self._take(growing, logits, list(advanced.values()))
+            self._policy.observe_drafting(num_rows, self._clock() - began)
             if prospect > 0:
-                self._policy.observe_found(prospect, sum(tree.num_expected for tree in free) - before)
+                self._policy.observe_found(prospect, sum(tree.worth for tree in free) - before)
         return {each: TreeDraft(tree, self._calibrations, "target") for each, tree in trees.items()}
+
+    def _who_goes_on(self, growing: dict[Sequence, DraftTree], load: int) -> dict[Sequence, DraftTree]:
+        """Of those that have not grown: all, or where that does not pay only who has a fixed shape."""
+        growing = {each: tree for each, tree in growing.items() if tree.num_wanted > 0}
+        free = [tree for each, tree in growing.items() if not is_fixed(each)]
+        if free and not self._policy.goes_on(_num_rows(growing), load, sum(tree.prospect for tree in free)):
+            return {each: tree for each, tree in growing.items() if is_fixed(each)}
+        return growing
 
     def _likelihood(self, guess: float, depth: int) -> float:
         return self._calibrations[depth].likelihood(guess)
@@ -81,6 +90,10 @@ class Growth:
         ]
         for tree, children in zip(trees.values(), branch(logits, rows), strict=True):
             tree.take(children)
+
+
+def _num_rows(growing: dict[Sequence, DraftTree]) -> int:
+    return sum(tree.num_wanted for tree in growing.values())
 
 
 def is_fixed(sequence: Sequence) -> bool:

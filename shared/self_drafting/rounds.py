@@ -23,6 +23,7 @@ from shared.engine.sequence import Sequence
 from shared.engine.step_plan import StepPlan
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
+from shared.policy.ways import Way
 from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import SampledTokens
@@ -78,9 +79,9 @@ class SelfDrafting:
         self._soon = 0
         # Of these, who may have of a drafter what pays.
         self._num_free = 0
-        # Whether drafts of the drafter's are to be expected of any, and whether they have them in this step.
+        # Whether drafts of the drafter's are to be expected of any, and what they have of it in this step.
         self._expects = False
-        self._drafts = False
+        self._way = Way.PLAIN
         # Whether it matters what was decided: not where copies leave the drafter nobody to draft for.
         self._matters = True
         self._spent = 0.0
@@ -109,7 +110,7 @@ class SelfDrafting:
     def propose(self, scheduler: Scheduler) -> None:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
-        self._load, self._num_free, self._drafts, self._spent, self._expects = 0, 0, False, 0.0, False
+        self._load, self._num_free, self._way, self._spent, self._expects = 0, 0, Way.PLAIN, 0.0, False
         self._matters = True
         self._sweep(scheduler)
         decoding = scheduler.decoding()
@@ -133,10 +134,11 @@ class SelfDrafting:
         growing = self._who_may_grow(drafting)
         num_growing = _num_free(growing)
         # What is tried with fewer says little.
-        self._drafts = num_growing > 0 and self._policy.drafts(self._soon, 2 * num_growing >= self._num_free)
+        if num_growing > 0:
+            self._way = self._policy.way(self._soon, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
         self._matters = bool(lacking) or not growing
-        grown = self._grow(scheduler, [each for each in lacking if self._drafts or is_fixed(each)], room)
+        grown = self._grow(scheduler, [each for each in lacking if self._way.drafts or is_fixed(each)], room)
         self._grown = {each: (tree, len(each.token_ids)) for each, tree in grown.items()}
         self._spent = self._clock() - began
         self._choose(scheduler, copied, grown, room)
@@ -188,7 +190,7 @@ class SelfDrafting:
             if is_fixed(sequence):  # which says nothing of whether drafting pays
                 num_tokens -= len(sequence.token_ids) - found.position
         # By the load for which it was decided.
-        self._policy.observe(self._soon, self._drafts, num_tokens, seconds + self._spent, self._waited)
+        self._policy.observe(self._soon, self._way, num_tokens, seconds + self._spent, self._waited)
 
     def _who_may_draft(self, sequences: List[Sequence]) -> List[Sequence]:
         """Of whom drafts of the drafter's are to be expected."""
@@ -315,7 +317,9 @@ class SelfDrafting:
                 return None
             self._pool.copy_blocks(copies)
         fixed = is_fixed(sequence)
-        return self._growth.tree(num_nodes, num_steps, branching=not fixed or num_nodes > num_steps, fixed=fixed)
+        price = None if fixed else self._policy.least_likelihood(self._load)
+        branching = num_nodes > num_steps if fixed else self._way is Way.TREE
+        return self._growth.tree(num_nodes, num_steps, branching, price)
 
     def _choose(
         self, scheduler: Scheduler, copied: dict[Sequence, CopiedDraft], grown: dict[Sequence, TreeDraft], room: int
@@ -333,7 +337,7 @@ class SelfDrafting:
             ((its, each) for each, found in likelihoods.items() if not is_fixed(each) for its in found),
             key=lambda pair: -pair[0],
         )
-        spent = self._spent + self._policy.waited(self._soon)
+        spent = self._spent + self._policy.waited(self._soon, self._way)
         num_rows = self._policy.num_rows(self._load, (its for its, _ in adaptive), spent)
         # Who follows another is no likelier, and so comes later: of each the first so many.
         counts = Counter(each for _, each in adaptive[:num_rows])

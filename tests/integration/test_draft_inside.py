@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KVPool, KVShape
 from shared.models import DEMO_DRAFT, DEMO_TARGET
+from shared.policy.ways import Way
 from shared.sampling.params import SelfDraft
 from shared.self_drafting.draft_model import DraftModel
 from shared.settings import StartupError
@@ -163,7 +164,8 @@ def test_what_others_wrote_over_is_computed_again() -> None:
 def test_what_was_decoded_plainly_is_taken_in_once_drafts_are_to_come(tmp_path: Path) -> None:
     engine = inside(tiny_llama(tmp_path), num_blocks=80)
     policy, drafts = drafting_of(engine)[0]._policy, False
-    policy.drafts = policy.follows = lambda *_: drafts  # type: ignore[assignment]
+    policy.follows = lambda *_: drafts  # type: ignore[method-assign]
+    policy.way = lambda *_: Way.TREE if drafts else Way.PLAIN  # type: ignore[method-assign]
     policy.num_rows = lambda load, likelihoods, spent: len(list(likelihoods))  # type: ignore[method-assign]
     asked = sequence(next(random_prompts(20)), max_tokens=300, self_draft=SelfDraft())
     engine.scheduler.add(asked)

@@ -72,6 +72,21 @@ def test_with_steps_enough_a_tree_holds_the_likeliest_lines(seed: int, num_nodes
     assert taken < 40
 
 
+@pytest.mark.parametrize("price", [0.0, 0.1, 0.4])
+def test_what_verifying_takes_is_not_promised(price: float) -> None:
+    tree = DraftTree(8, 2, price=price)
+    tree.take([Children([3, 1, 4], [math.log(its) for its in (0.5, 0.3, 0.05)])])
+    expected = pytest.approx(sum(max(0.0, its - price) for its in (0.5, 0.3, 0.05)))
+    assert tree.num_wanted == 3
+    assert tree.worth == tree.prospect == expected
+    assert tree.advance() is not None
+    assert tree.num_wanted == tree.prospect == 0, "as they are being computed"
+    assert tree.worth == expected
+    tree.take([Children([5], [math.log(0.8)]), Children([], []), Children([], [])])
+    assert tree.worth == pytest.approx(sum(max(0.0, its - price) for its in (0.5, 0.4, 0.3, 0.05)))
+    assert tree.num_wanted == 0, "two steps are all"
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("least", [0.03, 0.1, 0.3])
 def test_nobody_looks_behind_what_is_hardly_accepted(least: float, seed: int) -> None:

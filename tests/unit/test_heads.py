@@ -17,6 +17,7 @@ from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.ways import Way
 from shared.sampling.params import SamplingParams, SelfDraft
 from shared.sampling.proposal import Proposal
 from shared.sampling.verifier import verify
@@ -150,7 +151,7 @@ def test_a_medusa_drafts_for_one_beside_others_that_a_router_drafts_for(
     weights = medusa_weights(config_of(target), 3, 1, "original")
     engine, recording = engine_with(target, write_medusa(tmp_path, weights))
     monkeypatch.setattr(SelfDraftingPolicy, "follows", lambda _, load: load <= 1)
-    monkeypatch.setattr(SelfDraftingPolicy, "drafts", lambda *_: True)
+    monkeypatch.setattr(SelfDraftingPolicy, "way", lambda *_: Way.TREE)
 
     def begin(prompt: list[int], wanted: SelfDraft | None) -> EngineSequence:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, self_draft=wanted)
@@ -200,7 +201,7 @@ def test_a_medusa_that_rested_guesses_right_again(
     engine, recording = engine_with(target, write_medusa(tmp_path, weights))
     expected = True
     monkeypatch.setattr(SelfDraftingPolicy, "follows", lambda *_: expected)
-    monkeypatch.setattr(SelfDraftingPolicy, "drafts", lambda *_: True)
+    monkeypatch.setattr(SelfDraftingPolicy, "way", lambda *_: Way.TREE)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, self_draft=SelfDraft())
     text = EngineSequence([1, 2, 3], 3, params, bytes(32), num_steps=1000)
     engine.scheduler.add(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import pytest
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
 from shared.policy.verify_costs import VerifyCosts
+from shared.policy.ways import Way
 
 
 def flat(seconds: float = 0.01) -> StepCosts:
@@ -51,11 +53,12 @@ def serve(
     rng = random.Random(1)
     seconds_in_all, num_tokens, num_drafted = 0.0, 0, 0
     for _ in range(num_steps):
-        drafts = policy.drafts(load)
+        way = policy.way(load)
+        drafts = way.drafts
         took = (seconds if drafts else 0.01) * rng.lognormvariate(0, 0.1)
         seconds_in_all += took + waited
         brought = sum(int(gain) + (rng.random() < gain % 1) for _ in range(load)) if drafts else load
-        policy.observe(load, drafts, brought, took, waited)
+        policy.observe(load, way, brought, took, waited)
         num_tokens += brought
         num_drafted += drafts
     best = load * max(gain / (seconds + waited), 1 / (0.01 + waited))
@@ -94,18 +97,18 @@ def test_rows_are_worth_more_where_each_step_is_waited_for() -> None:
     policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (100, 1.0)]))
     assert policy.num_rows(1, [0.6] * 7, 0.0) == 0
     for _ in range(100):
-        policy.observe(1, False, 1, 0.01, 0.02)
-    assert policy.num_rows(1, [0.6] * 7, policy.waited(1)) == 7
+        policy.observe(1, Way.PLAIN, 1, 0.01, 0.02)
+    assert policy.num_rows(1, [0.6] * 7, policy.waited(1, Way.PLAIN)) == 7
 
 
 def alternate(policy: SelfDraftingPolicy, num_steps: int, waits: Sequence[float] = (0.0,)) -> float:
     """Steps of 5 ms, or of 25 with drafts that bring three tokens, behind these waits in turns: tokens a second."""
     rng, seconds, num_tokens = random.Random(1), 0.0, 0
     for i in range(num_steps):
-        drafts, waited = policy.drafts(1), waits[i % len(waits)]
-        brought, took = (3, 0.025) if drafts else (1, 0.005)
+        way, waited = policy.way(1), waits[i % len(waits)]
+        brought, took = (3, 0.025) if way.drafts else (1, 0.005)
         took *= rng.lognormvariate(0, 0.1)
-        policy.observe(1, drafts, brought, took, waited)
+        policy.observe(1, way, brought, took, waited)
         seconds, num_tokens = seconds + took + waited, num_tokens + brought
     return num_tokens / seconds
 
@@ -135,8 +138,8 @@ def write_texts(policy: SelfDraftingPolicy, gain: float, num_texts: int) -> floa
         follows = policy.follows(1)
         num_followed += follows
         for _ in range(100):
-            drafts = follows and policy.drafts(1)
-            policy.observe(1, drafts, round(gain) if drafts else 1, 0.015 if drafts else 0.01)
+            way = policy.way(1) if follows else Way.PLAIN
+            policy.observe(1, way, round(gain) if way.drafts else 1, 0.015 if way.drafts else 0.01)
     return num_followed / num_texts
 
 
@@ -154,39 +157,39 @@ def test_what_did_not_pay_is_tried_again_with_enough_sequences_only() -> None:
     serve(policy, 8, 1.0, 0.015, 200)
     follows = []
     for _ in range(4000):
-        assert not policy.drafts(8, may_try=False)
-        policy.observe(8, False, 8, 0.01)
+        assert not policy.way(8, may_try=False).drafts
+        policy.observe(8, Way.PLAIN, 8, 0.01)
         follows.append(policy.follows(8))
     # Nor does it wait for them all the time: who is followed pays for it.
     assert 0.1 < sum(follows) / len(follows) < 0.6
     while not policy.follows(8):
-        policy.observe(8, False, 8, 0.01)
-    assert policy.drafts(8)
+        policy.observe(8, Way.PLAIN, 8, 0.01)
+    assert policy.way(8).drafts
 
 
 def test_steps_that_bring_nothing_end_nobody() -> None:
     policy = SelfDraftingPolicy(flat())
     for _ in range(100):
-        policy.observe(1, policy.drafts(1), 0, 0.001)
+        policy.observe(1, policy.way(1), 0, 0.001)
 
 
 def test_a_trial_ends_whatever_is_seen_of_it() -> None:
     """Where steps say nothing, as others' prompts are in them: it comes to nothing then."""
     policy = SelfDraftingPolicy(flat())
     for _ in range(20):
-        policy.observe(1, True, 2, 0.02)
-    chosen = [policy.drafts(1) for _ in range(100)]
+        policy.observe(1, Way.TREE, 2, 0.02)
+    chosen = [policy.way(1).drafts for _ in range(100)]
     assert chosen == [False] * 65 + [True] * 35
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.5, 8), (0.01, 10), (0.0025, 32), (0.0001, 32)])
 def test_short_steps_are_tried_for_longer(seconds: float, expected: int) -> None:
     policy = SelfDraftingPolicy(StepCosts([(1, seconds)]))
-    while policy.drafts(1):  # as many are seen of what it is compared with
-        policy.observe(1, True, 2, seconds)
+    while policy.way(1).drafts:  # as many are seen of what it is compared with
+        policy.observe(1, Way.TREE, 2, seconds)
     num_tried = 0
-    while num_tried < 100 and not policy.drafts(1):
-        policy.observe(1, False, 1, seconds)
+    while num_tried < 100 and not policy.way(1).drafts:
+        policy.observe(1, Way.PLAIN, 1, seconds)
         num_tried += 1
     assert num_tried == expected
 
@@ -194,15 +197,15 @@ def test_short_steps_are_tried_for_longer(seconds: float, expected: int) -> None
 def test_steps_that_say_nothing_are_no_trial() -> None:
     policy = SelfDraftingPolicy(flat())
     for _ in range(20):
-        policy.observe(1, True, 2, 0.01)
-    assert not any(policy.drafts(1) for _ in range(30))  # a long prompt is in all of them
+        policy.observe(1, Way.TREE, 2, 0.01)
+    assert not any(policy.way(1).drafts for _ in range(30))  # a long prompt is in all of them
     for _ in range(8):
-        assert not policy.drafts(1)
-        policy.observe(1, False, 3, 0.01)  # and in these it turns out that plain steps are better
-    assert not policy.drafts(1)
+        assert not policy.way(1).drafts
+        policy.observe(1, Way.PLAIN, 3, 0.01)  # and in these it turns out that plain steps are better
+    assert not policy.way(1).drafts
     for _ in range(1000):
-        policy.observe(1, False, 3, 0.01)
-    assert policy.drafts(1)
+        policy.observe(1, Way.PLAIN, 3, 0.01)
+    assert policy.way(1).drafts
 
 
 def test_a_further_step_of_the_drafter_must_bring_what_its_time_is_worth() -> None:
@@ -210,12 +213,12 @@ def test_a_further_step_of_the_drafter_must_bring_what_its_time_is_worth() -> No
     assert policy.goes_on(1, 1, 0.0)  # nobody knows yet what it takes
     policy.observe_drafting(1, 0.002)
     for _ in range(20):
-        policy.observe(1, False, 1, 0.01)  # a token in 10 ms
+        policy.observe(1, Way.PLAIN, 1, 0.01)  # a token in 10 ms
     assert policy.goes_on(1, 1, 0.21)
     assert not policy.goes_on(1, 1, 0.19)
     # The time is that of all in the step, who would have more tokens by then.
     for _ in range(20):
-        policy.observe(8, False, 8, 0.01)
+        policy.observe(8, Way.PLAIN, 8, 0.01)
     assert policy.goes_on(1, 8, 1.61)
     assert not policy.goes_on(1, 8, 1.59)
 
@@ -232,10 +235,10 @@ def serve_some(policy: SelfDraftingPolicy, gain: float, taking_in: float, num_to
         if policy.follows(1) and not taken_in and policy.follows_up(1, 1000, int(left)):
             policy.observe_following(1, 1000, num_tokens, taking_in)
             seconds, spent, taken_in = seconds + taking_in, spent + taking_in, True
-        drafts = policy.drafts(1) and taken_in
-        brought, took = (2, 0.02 / gain) if drafts else (1, 0.01)
-        policy.observe(1, drafts, brought, took)
-        seconds, steps, left, drafted = seconds + took, steps + 1, left - brought, drafted + drafts
+        way = policy.way(1) if taken_in else Way.PLAIN
+        brought, took = (2, 0.02 / gain) if way.drafts else (1, 0.01)
+        policy.observe(1, way, brought, took)
+        seconds, steps, left, drafted = seconds + took, steps + 1, left - brought, drafted + way.drafts
     return drafted / steps, spent / seconds
 
 
@@ -261,10 +264,10 @@ def test_what_it_takes_in_of_a_burst_is_paid_by_all_that_its_sequences_write(gai
         if owing and policy.follows(8) and policy.follows_up(8, 1000, int(left)):
             policy.observe_following(8, 1000, int(left), taking_in / 8)
             owing -= 1
-        drafts = not owing and policy.drafts(8)
-        brought = gain if drafts else 1.0
-        policy.observe(8, drafts, round(8 * brought), 0.01)
-        left, drafted = left - brought, drafted + drafts
+        way = Way.PLAIN if owing else policy.way(8)
+        brought = gain if way.drafts else 1.0
+        policy.observe(8, way, round(8 * brought), 0.01)
+        left, drafted = left - brought, drafted + way.drafts
     assert drafted > 0.9 * num_steps
 
 
@@ -272,7 +275,7 @@ def test_of_what_a_further_step_promises_as_much_counts_as_was_found_by_others()
     policy = SelfDraftingPolicy(flat())
     policy.observe_drafting(1, 0.002)
     for _ in range(20):
-        policy.observe(1, False, 1, 0.01)
+        policy.observe(1, Way.PLAIN, 1, 0.01)
     for _ in range(100):
         policy.observe_found(0.8, 0.4)
     assert policy.goes_on(1, 1, 0.41)
@@ -283,7 +286,7 @@ def test_what_others_did_not_find_is_looked_for_again() -> None:
     policy = SelfDraftingPolicy(flat())
     policy.observe_drafting(1, 0.002)
     for _ in range(20):
-        policy.observe(1, False, 1, 0.01)
+        policy.observe(1, Way.PLAIN, 1, 0.01)
 
     def num_looks(found: float, num_rounds: int) -> int:
         looks = 0
@@ -304,9 +307,10 @@ def test_a_machine_that_stands_still_for_a_moment_decides_nothing(gain: float, a
     policy = SelfDraftingPolicy(flat())
     right = 0
     for step in range(1000):
-        drafts = policy.drafts(1)
-        right += drafts == (gain > 1)
-        policy.observe(1, drafts, 2 if drafts else 1, (0.02 / gain if drafts else 0.01) + (stall if step == at else 0))
+        way = policy.way(1)
+        right += way.drafts == (gain > 1)
+        took = (0.02 / gain if way.drafts else 0.01) + (stall if step == at else 0)
+        policy.observe(1, way, 2 if way.drafts else 1, took)
     assert right > 850
 
 
@@ -315,9 +319,9 @@ def test_nor_does_it_while_the_drafter_takes_in() -> None:
     policy.observe_following(1, 200, 200, 3600.0)
     chosen = []
     for _ in range(10_000):
-        chosen.append(policy.drafts(1))
-        policy.observe(1, chosen[-1], 2 if chosen[-1] else 1, 0.01)
-    assert sum(chosen[-2000:]) > 1900
+        chosen.append(policy.way(1))
+        policy.observe(1, chosen[-1], 2 if chosen[-1].drafts else 1, 0.01)
+    assert sum(way.drafts for way in chosen[-2000:]) > 1900
 
 
 def test_what_one_has_left_must_be_worth_what_the_drafter_takes_in_of_it() -> None:
@@ -419,10 +423,10 @@ def serve_at_two_speeds(gain: float, seconds: float, seed: int) -> float:
     for step in range(-500, num_steps):
         if rng.random() < 1 / 250:
             speed = 3 - speed
-        drafts = policy.drafts(1)
-        took = (seconds if drafts else 0.01) * speed * rng.lognormvariate(0, 0.1)
-        policy.observe(1, drafts, int(gain) + (rng.random() < gain % 1) if drafts else 1, took)
-        num_drafted += drafts and step >= 0
+        way = policy.way(1)
+        took = (seconds if way.drafts else 0.01) * speed * rng.lognormvariate(0, 0.1)
+        policy.observe(1, way, int(gain) + (rng.random() < gain % 1) if way.drafts else 1, took)
+        num_drafted += way.drafts and step >= 0
     return num_drafted / num_steps
 
 
@@ -432,3 +436,36 @@ def test_the_better_way_is_gone_on_a_machine_whose_speed_changes(
 ) -> None:
     """What either way brought at another time says nothing."""
     assert least <= sum(serve_at_two_speeds(gain, seconds, seed) for seed in range(20)) / 20 <= most
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(0.0, 0.0), (0.002, 0.0), (0.0, 0.0001), (0.001, 0.0002)])
+@pytest.mark.parametrize("faster", [0.8, 1.0, 1.3])
+def test_what_verifying_takes_as_such_is_told_from_what_each_token_does(
+    fixed: float, each: float, faster: float
+) -> None:
+    """On a machine that is faster or slower than at warm-up, and changes by some percent while plain steps are rare."""
+    warm_up = StepCosts([(1, 0.02), (8, 0.022), (32, 0.027), (128, 0.052)])
+    costs, rng = VerifyCosts(warm_up), random.Random(7)
+    speed = faster
+
+    def truth(count: int) -> float:
+        return speed * warm_up.seconds(8 + count) + (fixed + each * count if count else 0.0)
+
+    for step in range(3000):
+        speed = faster * (1 + 0.03 * math.sin(step / 300))
+        count = 0 if step % 300 < 10 else min(int(rng.lognormvariate(2.8, 0.4)), 60)
+        costs.observe(8, count, truth(count) * rng.lognormvariate(0, 0.04))
+    for count in (0, 8, 16, 24, 32):
+        assert costs.seconds(8, count) == pytest.approx(truth(count), rel=0.06)
+    of_a_row = (truth(24) - truth(8)) / 16
+    assert costs.row_seconds(8) == pytest.approx(of_a_row, rel=0.5)
+
+
+def test_few_rows_are_not_taken_to_be_as_dear_as_many() -> None:
+    """What only steps of many draft tokens have shown."""
+    warm_up = StepCosts([(1, 0.02), (8, 0.022), (32, 0.027), (128, 0.052)])
+    costs = VerifyCosts(warm_up)
+    for _ in range(100):
+        costs.observe(8, 64, warm_up.seconds(72) + 64 * 0.0003)
+    assert costs.seconds(8, 64) == pytest.approx(warm_up.seconds(72) + 64 * 0.0003, rel=0.02)
+    assert costs.seconds(8, 8) - warm_up.seconds(16) < 0.006

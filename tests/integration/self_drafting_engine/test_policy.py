@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from torch import Tensor
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
+from shared.policy.ways import Way
 from shared.sampling.params import SelfDraft
 from shared.sampling.proposal import Proposal
 from shared.self_drafting.drafter import Growing
@@ -31,7 +33,7 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
     policy, told = drafting_of(engine)[0]._policy, 0
 
-    def note(load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
         nonlocal told
         told += num_tokens
 
@@ -48,7 +50,7 @@ def test_steps_in_which_all_have_copies_say_nothing_of_a_drafter(tmp_path: Path)
     engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, copied_tokens=5000, num_blocks=200)
     proposer, told = drafting_of(engine)[0], 0
 
-    def note(load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
         nonlocal told
         told += 1
 
@@ -72,7 +74,7 @@ def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
     proposer._clock = lambda: now
     told: list[float] = []
 
-    def note(load: int, drafted: bool, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
         told.append(waited)
 
     proposer._policy.observe = note  # type: ignore[method-assign]
@@ -105,17 +107,16 @@ def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
 
 
 class Picky(SelfDraftingPolicy):
-    """Drafts for every other step, and verifies what is likely: a matter of the noise."""
+    """Goes each way in turns, and verifies what is likely: a matter of the noise."""
 
     def __init__(self) -> None:
         super().__init__(StepCosts([(1, 0.001)]))
-        self._turn = False
+        self._ways = itertools.cycle(Way)
 
-    def drafts(self, load: int, may_try: bool = True) -> bool:
-        self._turn = not self._turn
-        return self._turn
+    def way(self, load: int, may_try: bool = True) -> Way:
+        return next(self._ways)
 
-    def goes_on(self, num_growing: int, load: int, prospect: float) -> bool:
+    def goes_on(self, num_rows: int, load: int, prospect: float) -> bool:
         return True
 
     def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
@@ -144,7 +145,8 @@ def test_a_head_takes_in_nothing_for_sequences_that_begin_while_it_does_not_pay(
     plain, engine = engine_of(target), engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"))
     proposer, growth = drafting_of(engine)
     policy, head = proposer._policy, cast(Eagle, growth.drafter)
-    policy.drafts = policy.follows = lambda *_: follows  # type: ignore[assignment]
+    policy.follows = lambda *_: follows  # type: ignore[method-assign]
+    policy.way = lambda *_: Way.TREE if follows else Way.PLAIN  # type: ignore[method-assign]
     taken_in: list[int] = []
     run = head._run
 
@@ -174,7 +176,8 @@ def test_what_has_begun_with_a_head_goes_on_without_once_that_does_not_pay(tmp_p
     engine = engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"), num_blocks=80)
     proposer, growth = drafting_of(engine)
     policy, drafts = proposer._policy, True
-    policy.drafts = policy.follows = lambda *_: drafts  # type: ignore[assignment]
+    policy.follows = lambda *_: drafts  # type: ignore[method-assign]
+    policy.way = lambda *_: Way.TREE if drafts else Way.PLAIN  # type: ignore[method-assign]
     asked = sequence(next(random_prompts(20)), max_tokens=200, self_draft=SelfDraft())
     engine.scheduler.add(asked)
     steps_to(engine, lambda: len(asked.token_ids) > 40)

@@ -1,0 +1,241 @@
+"""Ways that a target may go with as many sequences: which brings most, as found by trying the others."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from enum import Enum
+from typing import Final
+
+# Of what steps brought so much is remembered, in steps.
+_MEMORY_STEPS: Final = 50.0
+# And a trial's outcome counts so much against those of the trials before it, or more while these are few.
+_TRIAL_WEIGHT: Final = 0.3
+# What was not tried yet is tried for so many steps, and so is again what seemed to be worse: for more where they are
+# short, until there were so many seconds or steps.
+_TRIAL_STEPS: Final = 8
+_TRIAL_SECONDS: Final = 0.1
+_MOST_TRIAL_STEPS: Final = 32
+# But for no more than so many times as many that are begun: others' prompts may be in each.
+_MOST_BEGUN: Final = 8
+# That costs this share of the time at most, each way, half of it once two in a row were in vain, a third behind three,
+# and so on down to a quarter; and comes no more often than each so many times its length.
+_TRIAL_SHARE: Final = 0.01
+_MOST_IN_VAIN: Final = 4
+_LEAST_TRIALS_APART: Final = 20.0
+# One way gives way to another only if that brings so many times as much.
+_KEEP: Final = 1.02
+# A new wait counts so much against those before it.
+_WEIGHT_OF_WAIT: Final = 0.03
+
+
+class Way(Enum):
+    """How a step is made: plain, or with drafts of its own."""
+
+    PLAIN = "plain"
+    CHAIN = "chain"
+    TREE = "tree"
+
+    @property
+    def drafts(self) -> bool:
+        return self is not Way.PLAIN
+
+
+class _Goodput:
+    """Tokens a second, by the latest steps and what they waited."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        self.num_steps = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._waited = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self._tokens / (self._seconds + self._waited) if self._seconds > 0 else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self._seconds / self.num_steps if self.num_steps else 0.0
+
+    def observe(self, num_tokens: int, seconds: float, waited: float) -> None:
+        keep = 1 - 1 / _MEMORY_STEPS
+        self.num_seen += 1
+        self.num_steps = self.num_steps * keep + 1
+        self._tokens = self._tokens * keep + num_tokens
+        self._seconds = self._seconds * keep + seconds
+        self._waited = self._waited * keep + waited
+
+
+class _Known:
+    """Of one way: what it brought, and when it is tried again while another is gone."""
+
+    def __init__(self) -> None:
+        self.goodput = _Goodput()
+        # Of tokens a second, over those of the others: a logarithm.
+        self.log_rate = 0.0
+        # What a step's sequences wait for their owners on average.
+        self.waited: float | None = None
+        # Trials in a row that changed nothing.
+        self.num_in_vain = 0
+        # The next begins after so many seconds of steps; so long after the last it was to come, and for so long it may
+        # have to wait for sequences to try it with.
+        self.next_trial = 0.0
+        self.apart = 0.0
+        self.patience = 0.0
+
+    @property
+    def trial_share(self) -> float:
+        return _TRIAL_SHARE / min(max(self.num_in_vain, 1), _MOST_IN_VAIN)
+
+
+class Ways:
+    """The one that is gone, and what is known of the others."""
+
+    def __init__(self) -> None:
+        self.way = Way.TREE
+        # Of a trial of another so many steps are still to be seen, and so many were begun for that.
+        self.tried: Way | None = None
+        self._num_left = 0
+        self._num_begun = 0
+        self._trial_steps = _TRIAL_STEPS  # of the latest
+        self._known = {way: _Known() for way in Way}
+        # How often two were compared.
+        self._num_compared: Counter[frozenset[Way]] = Counter()
+        # Of all steps.
+        self._seconds = 0.0
+        # Spent since the last trial so that drafts could be tried.
+        self._following = 0.0
+        # Or while they pay, for so many tokens that are still to come, of which each pays its share.
+        self._owed = 0.0
+        self._num_owing = 0
+
+    def choose(self, may_try: bool) -> Way:
+        """For the step that comes. Not `may_try`, no drafts are tried."""
+        if self.tried is not None:
+            self._num_begun += 1
+            if self._num_begun > _MOST_BEGUN * self._trial_steps:
+                self._postpone([self.tried])
+        elif self._now.num_seen >= self._enough_steps:
+            due = sorted(self._due(), key=self.times, reverse=True)
+            possible = [way for way in due if may_try or not way.drafts]
+            if possible:
+                self._begin_trial(possible[0])
+            elif any(self._seconds > self._known[way].next_trial + self._known[way].patience for way in due):
+                self._postpone(due)  # together: who they are tried with is kept up with meanwhile
+        return self.tried or self.way
+
+    def may_draft(self) -> bool:
+        """Whether drafts pay, or are tried or to be tried."""
+        return any(way.drafts for way in (self.way, self.tried or self.way, *self._due()))
+
+    def times(self, way: Way) -> float:
+        """How many times as much that way brings as the one that is gone. What they brought at other times than in a
+        trial of the one and right before it says nothing: a machine is faster or slower from one minute to the next,
+        and texts are others."""
+        return math.exp(self._known[way].log_rate - self._known[self.way].log_rate)
+
+    def is_known(self, way: Way) -> bool:
+        return self._known[way].goodput.num_seen > 0
+
+    def best_rate(self) -> float:
+        """Tokens a second, the best way's; 0 as long as that is not known."""
+        if self.is_known(self.way):
+            return self._now.rate * max(self.times(way) for way in Way)
+        return max(known.goodput.rate for known in self._known.values())
+
+    def step_seconds(self, way: Way) -> float:
+        """What its latest steps took; 0 as long as that is not known."""
+        return self._known[way].goodput.step_seconds
+
+    def waited(self, way: Way) -> float:
+        """What a step's sequences wait on average; as long as it is not known of that way, as another's."""
+        waits = [self._known[each].waited for each in (way, self.way, *Way)]
+        return next((waited for waited in waits if waited is not None), 0.0)
+
+    def wait(self, way: Way, seconds: float) -> None:
+        before = self.waited(way)
+        self._known[way].waited = before + _WEIGHT_OF_WAIT * (seconds - before)
+
+    def charge(self, seconds: float, num_left: int) -> None:
+        """So much time was spent so that sequences may have drafts, of which so many tokens are still to come."""
+        self._seconds += seconds
+        if self.way.drafts:
+            self._owed += seconds
+            self._num_owing += num_left
+        else:
+            self._following += seconds
+
+    def observe(self, way: Way, num_tokens: int, seconds: float, waited: float) -> None:
+        """A step brought so many tokens, and what is waited on average before such a step."""
+        self._seconds += seconds
+        owed = self._pay(num_tokens) if way.drafts else 0.0
+        self._known[way].goodput.observe(num_tokens, seconds + owed, waited)
+        if way is self.tried:
+            self._num_left -= 1
+            if self._num_left == 0:
+                self._conclude(way)
+
+    @property
+    def _now(self) -> _Goodput:
+        return self._known[self.way].goodput
+
+    @property
+    def _enough_steps(self) -> int:
+        """Of a trial, and of what it is to be compared with."""
+        step_seconds = max(self._now.step_seconds, _TRIAL_SECONDS / _MOST_TRIAL_STEPS)
+        return max(_TRIAL_STEPS, int(_TRIAL_SECONDS / step_seconds))
+
+    def _due(self) -> list[Way]:
+        return [way for way in Way if way is not self.way and self._seconds >= self._known[way].next_trial]
+
+    def _pay(self, num_tokens: int) -> float:
+        """What so many tokens owe for what was spent before."""
+        share = self._owed * min(1.0, num_tokens / self._num_owing) if self._num_owing else 0.0
+        self._owed -= share
+        self._num_owing = max(0, self._num_owing - num_tokens)
+        return share
+
+    def _begin_trial(self, way: Way) -> None:
+        self._trial_steps = self._enough_steps
+        self.tried, self._num_left, self._num_begun = way, self._trial_steps, 0
+        self._known[way].goodput = _Goodput()
+
+    def _conclude(self, tried: Way) -> None:
+        """The trial has ended: takes the better way, and says when the other is tried again."""
+        found, before = self._learn(tried), self.way
+        self._known[tried].num_in_vain += 1
+        if self.times(tried) > _KEEP:
+            self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
+            self.way = tried
+        self.tried = None
+        other = tried if self.way is before else before
+        known = self._known[other]
+        lost = max(0.0, 1 - self.times(other))
+        if self.way is before and found > _KEEP:  # for all that was believed: soon again
+            lost, known.num_in_vain = 0.0, 0
+        trial = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
+        known.patience = trial * _LEAST_TRIALS_APART
+        known.apart = max((trial * lost + self._following) / known.trial_share, known.patience)
+        known.next_trial, self._following = self._seconds + known.apart, 0.0
+
+    def _learn(self, tried: Way) -> float:
+        """How many times as much it brought in its trial."""
+        rate, now = self._known[tried].goodput.rate, self._now.rate
+        if min(rate, now) <= 0:
+            return 0.0
+        pair = frozenset((tried, self.way))
+        self._num_compared[pair] += 1
+        weight = max(_TRIAL_WEIGHT, 1 / self._num_compared[pair])
+        self._known[tried].log_rate += weight * math.log(rate / now / self.times(tried))
+        return rate / now
+
+    def _postpone(self, ways: Iterable[Way]) -> None:
+        """It came to nothing: there was nothing to be seen, or nobody to try it with."""
+        self.tried = None
+        for known in map(self._known.__getitem__, ways):
+            known.patience = max(known.patience, self._trial_steps * self._now.step_seconds * _LEAST_TRIALS_APART)
+            known.next_trial = self._seconds + max(known.apart, known.patience, self._following / known.trial_share)
+        self._following = 0.0

@@ -1,0 +1,94 @@
+"""Plain steps, chains or trees: what brings most is gone, and the others are tried for a small share of the time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from shared.policy.ways import Way, Ways
+
+Worker = dict[Way, tuple[float, float]]
+"""Tokens that a step of each way brings on average, and the seconds that it takes."""
+
+
+def serve(ways: Ways, worker: Worker, num_steps: int, seed: int = 1) -> tuple[float, dict[Way, float]]:
+    """Such steps of one sequence, whose tokens are a matter of luck: tokens a second over those of the best way, and
+    the share of the steps that went each."""
+    rng, seconds, num_tokens = random.Random(seed), 0.0, 0
+    gone = dict.fromkeys(Way, 0.0)
+    for _ in range(num_steps):
+        way = ways.choose(may_try=True)
+        mean, took = worker[way]
+        brought = 1 + sum(rng.random() < (mean - 1) / 6 for _ in range(6))
+        took *= rng.lognormvariate(0, 0.05)
+        ways.observe(way, brought, took, 0.0)
+        seconds, num_tokens = seconds + took, num_tokens + brought
+        gone[way] += 1 / num_steps
+    return num_tokens / seconds / max(mean / took for mean, took in worker.values()), gone
+
+
+def worker(plain: tuple[float, float], chain: tuple[float, float], tree: tuple[float, float]) -> Worker:
+    return {Way.PLAIN: plain, Way.CHAIN: chain, Way.TREE: tree}
+
+
+@pytest.mark.parametrize("best", Way)
+@pytest.mark.parametrize(("second", "third"), [(0.8, 0.6), (0.5, 0.5), (0.9, 0.3)])
+def test_the_best_of_three_is_gone(best: Way, second: float, third: float) -> None:
+    """Whichever it is, and in whatever order the others come."""
+    for others in itertools.permutations(way for way in Way if way is not best):
+        rates = {best: 1.0, others[0]: second, others[1]: third}
+        tokens = {Way.PLAIN: 1.0, Way.CHAIN: 2.5, Way.TREE: 3.5}
+        at_work = {way: (tokens[way], 0.02 * tokens[way] / rate) for way, rate in rates.items()}
+        ways = Ways()
+        serve(ways, at_work, 2000)
+        rate, gone = serve(ways, at_work, 6000, seed=2)
+        assert gone[best] > 0.85
+        assert rate > 0.97
+
+
+def steps_until(ways: Ways, at_work: Worker, wanted: Way) -> int:
+    """How many it takes until that way is gone, some hundreds more or less."""
+    num_steps = 0
+    while ways.way is not wanted and num_steps < 100_000:
+        serve(ways, at_work, 500, seed=num_steps)
+        num_steps += 500
+    return num_steps
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_what_begins_to_pay_is_found_from_any_other(kind: str) -> None:
+    ways, best = Ways(), Way(kind)
+    for before in [way for way in Way if way is not best] * 2:
+        at_work = worker((1.0, 0.02), (2.0, 0.06), (3.0, 0.09))
+        at_work[before] = (at_work[before][0], at_work[before][1] / 2.5)
+        assert steps_until(ways, at_work, before) < 20_000
+        serve(ways, at_work, 2000)
+        at_work[best] = (at_work[best][0], 0.01)
+        assert steps_until(ways, at_work, best) < 40_000, "what seems to bring a third is tried for 1/400 of the time"
+
+
+def test_of_two_that_bring_the_same_none_costs_much() -> None:
+    at_work = worker((1.0, 0.02), (2.5, 0.03), (3.5, 0.042))
+    ways = Ways()
+    serve(ways, at_work, 1000)
+    rate, gone = serve(ways, at_work, 10_000, seed=2)
+    assert rate > 0.98
+    assert gone[Way.PLAIN] < 0.02
+
+
+def test_chains_and_trees_are_not_tried_without_whom_to_try_them_with() -> None:
+    ways = Ways()
+    serve(ways, worker((1.0, 0.01), (2.0, 0.05), (3.0, 0.08)), 2000)
+    assert ways.way is Way.PLAIN
+    num_ready = 0
+    for _ in range(5000):
+        assert ways.choose(may_try=False) is Way.PLAIN
+        ways.observe(Way.PLAIN, 1, 0.01, 0.0)
+        num_ready += ways.may_draft()
+    assert 0 < num_ready < 3000
+    while not ways.may_draft():
+        assert ways.choose(may_try=True) is Way.PLAIN
+        ways.observe(Way.PLAIN, 1, 0.01, 0.0)
+    assert ways.choose(may_try=True).drafts
