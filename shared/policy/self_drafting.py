@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from shared.policy.overhead import nearest_power
@@ -21,6 +23,11 @@ _WEIGHT_OF_FOLLOWING: Final = 0.3
 # so many: somebody who reads slowly must not decide for whoever comes next.
 _LONGEST_WAIT: Final = 64.0
 _MOST_WAITED: Final = 4.0
+# The first steps of the drafter of about so many rows are made whatever they take, and the shortest of them counts: to
+# begin with something may be compiled, captured or allocated.
+_FIRST_STEPS: Final = 3
+# What sequences are taken to write before any has ended, in tokens.
+_USUAL_LENGTH: Final = 256.0
 # What share of plain steps drafting spares at best, but for rare texts.
 _MOST_SPARED: Final = 0.5
 # So much of what nobody looks for any more, as too little of it was found, is thought to be there after all, each time.
@@ -45,8 +52,11 @@ class SelfDraftingPolicy:
         self._loads: dict[int, Ways] = {}
         # Of a step of the drafter that computes so many rows, by power of two.
         self._draft_seconds: dict[int, float] = {}
+        self._num_measured: Counter[int] = Counter()
         # What it takes to take in a token.
         self._following_seconds = 0.0
+        # What the latest sequences wrote, on average.
+        self._usual_length = _USUAL_LENGTH
         # Of what its steps promise, as many tokens as those behind which they look, so much is found.
         self._found_share = 1.0
 
@@ -60,31 +70,34 @@ class SelfDraftingPolicy:
         return self._at(load).may_draft()
 
     def follows_up(self, load: int, num_lacking: int, num_left: int) -> bool:
-        """Whether the drafter is to take in so many tokens of one of `load` sequences, of which so many are still to
-        come: that takes less than drafting them may spare. What speaks against it is forgotten bit by bit."""
-        spared = num_left * self._costs.seconds(load, 0) / load * _MOST_SPARED
+        """Whether the drafter is to take in so many tokens of one of `load` sequences, which may write so many more:
+        that takes less than drafting them may spare. What speaks against it is forgotten bit by bit."""
+        spared = self._expected(num_left) * self._costs.seconds(load, 0) / load * _MOST_SPARED
         if num_lacking * self._following_seconds < spared:
             return True
         self._following_seconds *= 1 - _FORGOTTEN_OF_FOLLOWING / load
         return False
 
-    def observe_following(self, load: int, num_tokens: int, num_left: int, seconds: float) -> None:
-        """The drafter took that long to take in so many tokens that it lacked of some of `load` sequences, of which so
-        many are still to come in all. Longer than the target itself would take is no measure of anything."""
+    def observe_following(self, load: int, num_tokens: int, num_left: Sequence[int], seconds: float) -> None:
+        """The drafter took that long to take in so many tokens that it lacked of some of `load` sequences, which may
+        write so many more each. Longer than the target itself would take is no measure of anything."""
         seconds = min(seconds, self._costs.seconds(load, num_tokens))
         before = self._following_seconds
         self._following_seconds += (seconds / num_tokens - before) * (_WEIGHT_OF_FOLLOWING if before else 1.0)
-        self._at(load).charge(seconds, num_left)
+        self._at(load).charge(seconds, math.ceil(sum(map(self._expected, num_left))))
+
+    def observe_ended(self, num_tokens: int) -> None:
+        """A sequence that might have drafts has ended, and wrote so many."""
+        self._usual_length += _WEIGHT * (num_tokens - self._usual_length)
 
     def goes_on(self, num_rows: int, load: int, prospect: float) -> bool:
         """Whether a further step of the drafter pays, of so many rows of some of `load` sequences, that finds tokens
         worth so many accepted ones at best. Asked once for each such step: what speaks against it, of what others found
         and took, is forgotten bit by bit."""
         bucket = nearest_power(num_rows)
-        seconds = self._draft_seconds.get(bucket)
-        if seconds is None:
+        if self._num_measured[bucket] < _FIRST_STEPS:
             return True
-        cost = seconds * self._price(load)
+        cost = self._draft_seconds[bucket] * self._price(load)
         if prospect * self._found_share > cost:
             return True
         if prospect > cost:
@@ -105,23 +118,29 @@ class SelfDraftingPolicy:
         """What `load` sequences wait for their owners before such a step, as far as it counts."""
         return min(self._at(load).waited(way), _MOST_WAITED * self._costs.seconds(load, 0))
 
-    def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
+    def num_rows(self, load: int, likelihoods: Sequence[float], spent: float) -> int:
         """How many draft tokens to verify, of those with these likelihoods, best first, after `spent` seconds of
         waiting and drafting."""
-        tokens, best, count, seconds = float(load), 0, 0, self._costs.of(load)
+        tokens, best, seconds = float(load), 0, self._costs.of(load)
         most = tokens / (seconds(0) + spent)
         for count, likelihood in enumerate(likelihoods, 1):
             tokens += likelihood
-            rate = tokens / (seconds(count) + spent)
-            if rate > most:
-                most, best = rate, count
+            took = seconds(count) + spent
+            if tokens > most * took:
+                most, best = tokens / took, count
+            elif tokens + likelihood * (len(likelihoods) - count) <= most * took:
+                break  # were the others as likely, and their rows free, they would bring less
         return best
 
     def observe_drafting(self, num_rows: int, seconds: float) -> None:
         """A further step of the drafter, of so many rows, took that long."""
         bucket = nearest_power(num_rows)
         before = self._draft_seconds.get(bucket, seconds)
-        self._draft_seconds[bucket] = before + _WEIGHT * (min(seconds, 4 * before) - before)
+        self._num_measured[bucket] += 1
+        if self._num_measured[bucket] <= _FIRST_STEPS:
+            self._draft_seconds[bucket] = min(before, seconds)
+        else:
+            self._draft_seconds[bucket] = before + _WEIGHT * (min(seconds, _MOST_TIMES * before) - before)
 
     def step_seconds(self, load: int, num_draft_tokens: int) -> float:
         """What a step of `load` sequences takes that verifies so many draft tokens."""
@@ -141,6 +160,11 @@ class SelfDraftingPolicy:
         if seconds > _MOST_TIMES * before:
             seconds = min(seconds, _MOST_TIMES * max(before, plain))
         at.observe(way, num_tokens, seconds, self.waited(load, way))
+
+    def _expected(self, num_left: int) -> float:
+        """How many of so many tokens that a sequence may still write it will, as far as others tell: clients allow for
+        more than is written."""
+        return min(num_left, self._usual_length)
 
     def _price(self, load: int) -> float:
         """Tokens that a second is worth."""

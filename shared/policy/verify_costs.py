@@ -11,7 +11,7 @@ from shared.policy.step_costs import StepCosts
 
 # What is to be found out, to begin with, and how far off that may be: how many times as long steps take as their size
 # says, and in plain steps what verifying takes beyond that, as such and for each draft token. By how much each changes
-# from step to step: a machine is faster or slower from one minute to the next, and the rest is the code's.
+# from step to step: where a machine has become slower and where verifying has, only plain steps tell, which are rare.
 _BEGINNING: Final = (1.0, 0.0, 0.0)
 _DEVIATIONS: Final = (0.05, 0.5, 0.05)
 _DRIFTS: Final = (0.002, 0.005, 0.0005)
@@ -19,8 +19,8 @@ _LEAST: Final = (0.05, 0.0, 0.0)
 # A step strays by this share, and is believed to be off by no more than that, a logarithm.
 _NOISE: Final = 0.05
 _MOST_ERROR: Final = 0.3
-# What verifying takes beyond its rows is forgotten by so much with each step that is told of and verified nothing:
-# where that is all that speaks against it, it is tried again after some hundreds of them.
+# What verifying takes beyond its rows is forgotten by so much with each step that is told of: as such, if it verified
+# nothing, and for each token with any. Where that is all that speaks against it, it is tried again after some hundreds.
 _FORGOTTEN: Final = 0.002
 # What is left of a step counts so much for others of about as many rows, where arithmetic bounds what memory does for
 # fewer; and is forgotten by so much with each, also of other rows: what is true of all is found above, and of rows that
@@ -105,7 +105,6 @@ class VerifyCosts:
             return
         at, plain, rows = self._at(load), self._costs.seconds(load), _size_of(load + num_draft_tokens)
         size = self._costs.seconds(load + num_draft_tokens) / plain
-        size *= math.exp(at.by_rows.get(rows, 0.0)) if num_draft_tokens else 1.0
         at.observe(size, num_draft_tokens, seconds / plain)
         if num_draft_tokens == 0:
             at.forget_rows(_FORGOTTEN)

@@ -64,8 +64,8 @@ class Growth:
     def _who_goes_on(self, growing: dict[Sequence, DraftTree], load: int) -> dict[Sequence, DraftTree]:
         """Of those that have not grown: all, or where that does not pay only who has a fixed shape."""
         growing = {each: tree for each, tree in growing.items() if tree.num_wanted > 0}
-        free = [tree for each, tree in growing.items() if not is_fixed(each)]
-        if free and not self._policy.goes_on(_num_rows(growing), load, sum(tree.prospect for tree in free)):
+        free = {each: tree for each, tree in growing.items() if not is_fixed(each)}
+        if free and not self._policy.goes_on(_num_rows(free), load, sum(tree.prospect for tree in free.values())):
             return {each: tree for each, tree in growing.items() if is_fixed(each)}
         return growing
 

@@ -79,6 +79,7 @@ class SelfDrafting:
         self._soon = 0
         # Of these, who may have of a drafter what pays.
         self._num_free = 0
+        self._free: set[Sequence] = set()
         # Whether drafts of the drafter's are to be expected of any, and what they have of it in this step.
         self._expects = False
         self._way = Way.PLAIN
@@ -118,6 +119,7 @@ class SelfDrafting:
         self._soon = len(decoding) + scheduler.num_coming()
         self._waited = self._clock() - self._ended if self._going_on.issuperset(decoding) else 0.0
         self._going_on = frozenset(decoding)
+        self._tell_of_ended(scheduler, wanting)
         if not wanting:  # what is done for others says nothing of who drafts
             return
         self._load = len(decoding)
@@ -192,6 +194,14 @@ class SelfDrafting:
         # By the load for which it was decided.
         self._policy.observe(self._soon, self._way, num_tokens, seconds + self._spent, self._waited)
 
+    def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence]) -> None:
+        if gone := self._free.difference(wanting):
+            gone.difference_update(paused := gone.intersection(scheduler.sequences()))
+            for each in gone:
+                self._policy.observe_ended(len(each.token_ids) - each.num_prompt_tokens)
+            self._free = paused
+        self._free.update(each for each in wanting if _is_free(each))
+
     def _who_may_draft(self, sequences: List[Sequence]) -> List[Sequence]:
         """Of whom drafts of the drafter's are to be expected."""
         if self._growth is None:
@@ -215,7 +225,7 @@ class SelfDrafting:
                 return
             drafter.follow(followed)
             num_taken_in = sum(lacking[each] - drafter.num_lacking(each) for each in followed)
-            num_left = sum(each.num_tokens_left for each in followed)
+            num_left = [each.num_tokens_left for each in followed]
         except Exception as error:
             self._drafter_failed(error)
             return
@@ -338,7 +348,7 @@ class SelfDrafting:
             key=lambda pair: -pair[0],
         )
         spent = self._spent + self._policy.waited(self._soon, self._way)
-        num_rows = self._policy.num_rows(self._load, (its for its, _ in adaptive), spent)
+        num_rows = self._policy.num_rows(self._load, [its for its, _ in adaptive], spent)
         # Who follows another is no likelier, and so comes later: of each the first so many.
         counts = Counter(each for _, each in adaptive[:num_rows])
         for sequence, draft in drafts.items():
@@ -376,7 +386,11 @@ def _may_have(sequence: Sequence, source: str) -> bool:
 
 def _num_free(sequences: Iterable[Sequence]) -> int:
     """How many of them may have of a drafter what pays."""
-    return sum(_may_have(each, "target") and not is_fixed(each) for each in sequences)
+    return sum(map(_is_free, sequences))
+
+
+def _is_free(sequence: Sequence) -> bool:
+    return _may_have(sequence, "target") and not is_fixed(sequence)
 
 
 def _shape(sequence: Sequence, most_steps: int, room: int) -> tuple[int, int]:

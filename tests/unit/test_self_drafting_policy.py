@@ -210,8 +210,9 @@ def test_steps_that_say_nothing_are_no_trial() -> None:
 
 def test_a_further_step_of_the_drafter_must_bring_what_its_time_is_worth() -> None:
     policy = SelfDraftingPolicy(flat())
-    assert policy.goes_on(1, 1, 0.0)  # nobody knows yet what it takes
-    policy.observe_drafting(1, 0.002)
+    for took in (60.0, 0.002, 0.05):
+        assert policy.goes_on(1, 1, 0.0)  # nobody knows yet what it takes
+        policy.observe_drafting(1, took)
     for _ in range(20):
         policy.observe(1, Way.PLAIN, 1, 0.01)  # a token in 10 ms
     assert policy.goes_on(1, 1, 0.21)
@@ -233,7 +234,7 @@ def serve_some(policy: SelfDraftingPolicy, gain: float, taking_in: float, num_to
         if left <= 0:
             left, taken_in = float(num_tokens), False
         if policy.follows(1) and not taken_in and policy.follows_up(1, 1000, int(left)):
-            policy.observe_following(1, 1000, num_tokens, taking_in)
+            policy.observe_following(1, 1000, [num_tokens], taking_in)
             seconds, spent, taken_in = seconds + taking_in, spent + taking_in, True
         way = policy.way(1) if taken_in else Way.PLAIN
         brought, took = (2, 0.02 / gain) if way.drafts else (1, 0.01)
@@ -262,7 +263,7 @@ def test_what_it_takes_in_of_a_burst_is_paid_by_all_that_its_sequences_write(gai
         if left <= 0:
             left, owing = 500.0, 8
         if owing and policy.follows(8) and policy.follows_up(8, 1000, int(left)):
-            policy.observe_following(8, 1000, int(left), taking_in / 8)
+            policy.observe_following(8, 1000, [int(left)], taking_in / 8)
             owing -= 1
         way = Way.PLAIN if owing else policy.way(8)
         brought = gain if way.drafts else 1.0
@@ -273,7 +274,8 @@ def test_what_it_takes_in_of_a_burst_is_paid_by_all_that_its_sequences_write(gai
 
 def test_of_what_a_further_step_promises_as_much_counts_as_was_found_by_others() -> None:
     policy = SelfDraftingPolicy(flat())
-    policy.observe_drafting(1, 0.002)
+    for _ in range(3):
+        policy.observe_drafting(1, 0.002)
     for _ in range(20):
         policy.observe(1, Way.PLAIN, 1, 0.01)
     for _ in range(100):
@@ -284,7 +286,8 @@ def test_of_what_a_further_step_promises_as_much_counts_as_was_found_by_others()
 
 def test_what_others_did_not_find_is_looked_for_again() -> None:
     policy = SelfDraftingPolicy(flat())
-    policy.observe_drafting(1, 0.002)
+    for _ in range(3):
+        policy.observe_drafting(1, 0.002)
     for _ in range(20):
         policy.observe(1, Way.PLAIN, 1, 0.01)
 
@@ -316,7 +319,7 @@ def test_a_machine_that_stands_still_for_a_moment_decides_nothing(gain: float, a
 
 def test_nor_does_it_while_the_drafter_takes_in() -> None:
     policy = SelfDraftingPolicy(flat())
-    policy.observe_following(1, 200, 200, 3600.0)
+    policy.observe_following(1, 200, [200], 3600.0)
     chosen = []
     for _ in range(10_000):
         chosen.append(policy.way(1))
@@ -327,7 +330,7 @@ def test_nor_does_it_while_the_drafter_takes_in() -> None:
 def test_what_one_has_left_must_be_worth_what_the_drafter_takes_in_of_it() -> None:
     policy = SelfDraftingPolicy(flat())
     assert policy.follows_up(4, 200, 3), "as long as it is not known what that takes"
-    policy.observe_following(4, 200, 200, 0.02)
+    policy.observe_following(4, 200, [200], 0.02)
     # Plain steps of four take 10 ms, of which each has a quarter, and half of it may be spared.
     assert not policy.follows_up(4, 200, 15)
     assert policy.follows_up(4, 200, 17)
@@ -337,7 +340,7 @@ def test_what_one_has_left_must_be_worth_what_the_drafter_takes_in_of_it() -> No
 @pytest.mark.parametrize("num_tokens", [17, 100, 500])
 def test_a_stall_of_the_drafter_does_not_keep_it_from_taking_in(num_tokens: int) -> None:
     policy = SelfDraftingPolicy(flat())
-    policy.observe_following(1, num_tokens, 100, 3600.0)
+    policy.observe_following(1, num_tokens, [100], 3600.0)
     refusals = 0
     while not policy.follows_up(1, 100, 100):
         refusals += 1
@@ -469,3 +472,60 @@ def test_few_rows_are_not_taken_to_be_as_dear_as_many() -> None:
         costs.observe(8, 64, warm_up.seconds(72) + 64 * 0.0003)
     assert costs.seconds(8, 64) == pytest.approx(warm_up.seconds(72) + 64 * 0.0003, rel=0.02)
     assert costs.seconds(8, 8) - warm_up.seconds(16) < 0.006
+
+
+@pytest.mark.parametrize("load", [1, 8])
+@pytest.mark.parametrize("counts", [(4,), (4, 5, 6, 7, 8), range(1, 17)])
+def test_what_plain_steps_take_is_known_though_there_are_none(load: int, counts: Sequence[int]) -> None:
+    warm_up = StepCosts([(1, 0.02), (8, 0.022), (32, 0.027), (128, 0.052)])
+    costs, rng = VerifyCosts(warm_up), random.Random(1)
+    for _ in range(20_000):
+        count = load * rng.choice(counts)
+        took = warm_up.seconds(load + count) + 0.001 + 0.0001 * count
+        costs.observe(load, count, took * rng.lognormvariate(0, 0.04))
+    assert costs.seconds(load, 0) == pytest.approx(warm_up.seconds(load), rel=0.15)
+
+
+@pytest.mark.parametrize("longer", [0.01, 0.3, 3600.0])
+def test_a_first_step_of_the_drafter_that_takes_long_decides_nothing(longer: float) -> None:
+    """Something is compiled in it: chains of up to five, of which each further token is accepted 0.7 of the time."""
+    policy, rng, began, depths = SelfDraftingPolicy(flat()), random.Random(1), False, []
+    for _ in range(1000):
+        way, spent, depth = policy.way(1), 0.0, 0
+        if way.drafts:
+            spent, depth = 0.0005, 1
+            while depth < 5 and policy.goes_on(1, 1, 0.7**depth):
+                took = 0.001 if began else 0.001 + longer
+                policy.observe_drafting(1, took)
+                policy.observe_found(0.7**depth, 0.7 ** (depth + 1))
+                spent, depth, began = spent + took, depth + 1, True
+        count = policy.num_rows(1, [0.7**i for i in range(1, depth + 1)], spent)
+        num_accepted = next((i for i in range(count) if rng.random() > 0.7), count)
+        took = (0.01 + 0.0002 * count) * rng.lognormvariate(0, 0.05)
+        policy.observe_step(1, count, took)
+        policy.observe(1, way, 1 + num_accepted, took + spent)
+        depths.append(depth)
+    assert sum(depth >= 3 for depth in depths) > 800
+
+
+@pytest.mark.parametrize(("gain", "taking_in"), [(1.2, 0.3), (1.5, 0.5), (2.0, 0.6), (2.0, 0.9)])
+@pytest.mark.parametrize("most", [100, 1024, 100_000])
+def test_what_a_drafter_takes_in_is_worth_what_is_written_not_what_might_be(
+    gain: float, taking_in: float, most: int
+) -> None:
+    """Answers of a hundred tokens, which take a second, of clients that would take more: tokens a second over those of
+    plain steps."""
+    policy, seconds, num_tokens = SelfDraftingPolicy(flat()), 0.0, 0
+    while seconds < 300:
+        written, taken_in = 0, False
+        while written < 100:
+            if policy.follows(1) and not taken_in and policy.follows_up(1, 1000, most - written):
+                policy.observe_following(1, 1000, [most - written], taking_in)
+                seconds, taken_in = seconds + taking_in, True
+            way = policy.way(1) if taken_in else Way.PLAIN
+            brought, took = (2, 0.02 / gain) if way.drafts else (1, 0.01)
+            policy.observe(1, way, brought, took)
+            seconds, written = seconds + took, written + brought
+        policy.observe_ended(written)
+        num_tokens += written
+    assert num_tokens / seconds > 94

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,7 +119,7 @@ class Picky(SelfDraftingPolicy):
     def goes_on(self, num_rows: int, load: int, prospect: float) -> bool:
         return True
 
-    def num_rows(self, load: int, likelihoods: Iterable[float], spent: float) -> int:
+    def num_rows(self, load: int, likelihoods: Sequence[float], spent: float) -> int:
         return sum(its > 0.3 for its in likelihoods)
 
 
@@ -251,6 +251,55 @@ def test_a_drafter_that_was_wrong_for_long_is_found_out_to_be_right(tmp_path: Pa
     assert asked.token_ids == [*prompt, *text]
     assert not any(drafted[:10])
     assert sum(drafted) > 20
+
+
+def test_how_much_is_written_is_told_once_of_each(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=14)
+    proposer, told = drafting_of(engine)[0], list[int]()
+    proposer._policy.observe_ended = told.append  # type: ignore[method-assign,assignment]
+    prompts = random_prompts(20)
+    asked = [sequence(next(prompts), max_tokens=60, self_draft=SelfDraft()) for _ in range(4)]
+    fixed = sequence(next(prompts), max_tokens=60, self_draft=SelfDraft(2))
+    for each in (*asked, fixed, sequence(next(prompts), max_tokens=60)):
+        engine.scheduler.add(each)
+    steps_to(engine, lambda: len(asked[0].token_ids) > 30)
+    engine.scheduler.remove(asked[0])
+    while engine.step() is not None:
+        pass
+    assert engine.scheduler.num_preempted > 0
+    assert told == [len(asked[0].token_ids) - 20, 60, 60, 60]
+
+
+def test_what_a_drafter_begins_with_says_nothing_of_what_further_steps_take(tmp_path: Path) -> None:
+    """Where it catches up with what its sequence committed."""
+    target = tiny_llama(tmp_path)
+    engine = engine_of(target, num_blocks=60)
+    prophet, now = Prophet([5] * 300, 257), 0.0
+    engine.draft_by(SelfDrafting.of(engine, prophet))
+    proposer, growth = drafting_of(engine)
+    policy = proposer._policy = growth._policy = SelfDraftingPolicy(StepCosts([(1, 0.01)]))
+    growth._clock = proposer._clock = lambda: now
+    begin, extend = prophet.begin, prophet.extend
+    told: list[tuple[int, float]] = []
+
+    def slow(sequences: Sequence[EngineSequence]) -> Tensor:
+        nonlocal now
+        now += 1.0
+        return begin(sequences)
+
+    def fast(growing: Sequence[Growing]) -> Tensor:
+        nonlocal now
+        now += 0.25
+        return extend(growing)
+
+    prophet.begin, prophet.extend = slow, fast  # type: ignore[method-assign]
+    policy.observe_drafting = lambda *what: told.append(what)  # type: ignore[method-assign]
+    policy.way = lambda *_: Way.TREE  # type: ignore[method-assign]
+    asked = sequence(next(random_prompts(20)), max_tokens=20, self_draft=SelfDraft())
+    write(engine, [asked])
+    assert told
+    assert {seconds for _, seconds in told} == {0.25}
+    assert all(1 <= num_rows <= 8 for num_rows, _ in told)
 
 
 def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_path: Path) -> None:
