@@ -277,7 +277,8 @@ def test_what_a_drafter_begins_with_says_nothing_of_what_further_steps_take(tmp_
     prophet, now = Prophet([5] * 300, 257), 0.0
     engine.draft_by(SelfDrafting.of(engine, prophet))
     proposer, growth = drafting_of(engine)
-    policy = proposer._policy = growth._policy = SelfDraftingPolicy(StepCosts([(1, 0.01)]))
+    policy = proposer._policy = growth._policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (64, 0.01)]))
+    policy.observe_step = lambda *_: None  # type: ignore[method-assign]
     growth._clock = proposer._clock = lambda: now
     begin, extend = prophet.begin, prophet.extend
     told: list[tuple[int, float]] = []
