@@ -97,7 +97,7 @@ class Ways:
     def __init__(self) -> None:
         self.way = Way.TREE
         # Of a trial of another so many steps are still to be seen, and so many were begun for that.
-        self.tried: Way | None = None
+        self._tried: Way | None = None
         self._num_left = 0
         self._num_begun = 0
         self._trial_steps = _TRIAL_STEPS  # of the latest
@@ -114,10 +114,10 @@ class Ways:
 
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
-        if self.tried is not None:
+        if self._tried is not None:
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
-                self._postpone([self.tried])
+                self._postpone([self._tried])
         elif self._now.num_seen >= self._enough_steps:
             due = sorted(self._due(), key=self.times, reverse=True)
             possible = [way for way in due if may_try or not way.drafts]
@@ -125,11 +125,11 @@ class Ways:
                 self._begin_trial(possible[0])
             elif any(self._seconds > self._known[way].next_trial + self._known[way].patience for way in due):
                 self._postpone(due)  # together: who they are tried with is kept up with meanwhile
-        return self.tried or self.way
+        return self._tried or self.way
 
     def may_draft(self) -> bool:
         """Whether drafts pay, or are tried or to be tried."""
-        return any(way.drafts for way in (self.way, self.tried or self.way, *self._due()))
+        return any(way.drafts for way in (self.way, self._tried or self.way, *self._due()))
 
     def times(self, way: Way) -> float:
         """How many times as much that way brings as the one that is gone. What they brought at other times than in a
@@ -173,7 +173,7 @@ class Ways:
         self._seconds += seconds
         owed = self._pay(num_tokens) if way.drafts else 0.0
         self._known[way].goodput.observe(num_tokens, seconds + owed, waited)
-        if way is self.tried:
+        if way is self._tried:
             self._num_left -= 1
             if self._num_left == 0:
                 self._conclude(way)
@@ -200,7 +200,7 @@ class Ways:
 
     def _begin_trial(self, way: Way) -> None:
         self._trial_steps = self._enough_steps
-        self.tried, self._num_left, self._num_begun = way, self._trial_steps, 0
+        self._tried, self._num_left, self._num_begun = way, self._trial_steps, 0
         self._known[way].goodput = _Goodput()
 
     def _conclude(self, tried: Way) -> None:
@@ -210,7 +210,7 @@ class Ways:
         if self.times(tried) > _KEEP:
             self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
             self.way = tried
-        self.tried = None
+        self._tried = None
         other = tried if self.way is before else before
         known = self._known[other]
         lost = max(0.0, 1 - self.times(other))
@@ -234,7 +234,7 @@ class Ways:
 
     def _postpone(self, ways: Iterable[Way]) -> None:
         """It came to nothing: there was nothing to be seen, or nobody to try it with."""
-        self.tried = None
+        self._tried = None
         for known in map(self._known.__getitem__, ways):
             known.patience = max(known.patience, self._trial_steps * self._now.step_seconds * _LEAST_TRIALS_APART)
             known.next_trial = self._seconds + max(known.apart, known.patience, self._following / known.trial_share)
