@@ -49,6 +49,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._host = host
         self._changes: dict[bytes, bool] = {}  # whether it can be found now
+        self.num_used = 0
+        """Blocks that were ever in use: the first so many."""
 
     @property
     def num_allocatable(self) -> int:
@@ -79,6 +81,7 @@ class BlockPool:
         blocks = []
         for _ in range(num_blocks):
             block = self._free.popleft() if self._free else self._evict()
+            self.num_used = max(self.num_used, block + 1)
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
@@ -136,7 +139,7 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if self._hashes[block] is None:
-                    self._free.append(block)
+                    self._free.appendleft(block)  # its memory is there, and in caches
                 else:
                     self._cached[block] = None
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shared.engine.block_pool import BlockPool, OutOfBlocks
+from shared.engine.commit_ahead import CommitAhead
 from shared.engine.cuda.kernels import TritonKernels
 from shared.engine.draws import DrawAhead
 from shared.engine.failure import EngineBroken, is_device_error
@@ -105,8 +106,11 @@ class Engine:
             raise StartupError(
                 f"{num_blocks} KV blocks cannot be had on {model.device}: lower num_blocks or kv_cache_gib"
             ) from error
+        self._ahead: CommitAhead | None = None
         if settings.num_blocks is not None or settings.kv_cache_gib is not None:
             _commit(pool)
+        elif model.device.type == "cpu":
+            self._ahead = CommitAhead(pool)
         host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
         # Captured steps fill themselves up in a block that is nobody's.
         has_scratch = isinstance(model.attention_kernels, TritonKernels) and num_blocks > 1
@@ -137,6 +141,8 @@ class Engine:
         self_test(self.model, self._runner)
         self.capture_steps(self._runner)
         self.step_costs = self._runner.measure(_MEASURED_SIZES)
+        if self._ahead is not None:
+            self._ahead.keep(self.blocks.num_used)
 
     def capture_steps(self, runner: ModelRunner) -> None:
         """Has steps of that one, over blocks of this engine's numbers, replayed as graphs where they can be; before
@@ -185,6 +191,8 @@ class Engine:
         seconds = self.clock() - began
         if self._proposer is not None:
             self._proposer.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
+        if self._ahead is not None:
+            self._ahead.keep(self.blocks.num_used)
         num_following = 0
         # What had to be taken apart, or fails, is tried again as a step of its own.
         while rows is not None and (followed := self._follow(plan)):

@@ -1,0 +1,63 @@
+"""A KV pool's memory is found before it is first written, beside the steps and not by one of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from shared.engine.kv_pool import KVPool
+from shared.engine.memory import populate
+
+logger = logging.getLogger(__name__)
+
+# So much of it is kept ready ahead of the blocks that were in use.
+_AHEAD_BYTES = 128 << 20
+# At once; others may want the machine in between.
+_CHUNK_BYTES = 2 << 20
+# Of the thread that does it: it is in nobody's way, but where all cores are busy it gets some time nevertheless.
+_NICENESS = 10
+
+
+class CommitAhead:
+    """Of a pool in RAM that takes its memory as it comes to be used: the first write to a page waits for the system,
+    for some milliseconds where pages are huge and the machine is a virtual one, and a step with it.
+
+    Blocks are first used in their order. A thread that lives as long as there is something to do asks for the pages of
+    the next ones, which keeps what is in them. Where the system cannot do that, or has no more memory, pages come as
+    they are written. Belongs to the engine's thread.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pools = [pool] if pool.beside is None else [pool, pool.beside]
+        self._num_blocks = pool.num_blocks
+        self._num_ahead = max(1, _AHEAD_BYTES // sum(each.block_num_bytes for each in self._pools))
+        # Taken, or being taken.
+        self._end = 0
+        self._thread: threading.Thread | None = None
+
+    def keep(self, num_used: int) -> None:
+        """As many blocks, the first of all, were in use by now. Returns at once."""
+        if self._end == self._num_blocks or self._end - num_used > self._num_ahead // 2:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        first, self._end = max(self._end, num_used), min(num_used + self._num_ahead, self._num_blocks)
+        self._thread = threading.Thread(target=self._take, args=(first, self._end), name="commit-ahead", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Returns when what was asked for so far is there."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _take(self, first: int, end: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # Linux: of this thread alone
+        for pool in self._pools:
+            begin, size = pool.data.data_ptr() + first * pool.block_num_bytes, (end - first) * pool.block_num_bytes
+            for offset in range(0, size, _CHUNK_BYTES):
+                try:
+                    populate(begin + offset, min(_CHUNK_BYTES, size - offset))
+                except OSError as error:
+                    logger.debug("memory of the KV cache is not taken ahead: %s", error)
+                    return
