@@ -37,6 +37,9 @@ class Way(Enum):
     CHAIN = "chain"
     TREE = "tree"
 
+    # Each is there once; Enum's own is Python, and steps may take as little as a millisecond.
+    __hash__ = object.__hash__
+
     @property
     def drafts(self) -> bool:
         return self is not Way.PLAIN
@@ -102,6 +105,8 @@ class Ways:
         self._num_begun = 0
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
+        # How many times as much as that the best way brings.
+        self._best_times = 1.0
         # How often two were compared.
         self._num_compared: Counter[frozenset[Way]] = Counter()
         # Of all steps.
@@ -143,7 +148,7 @@ class Ways:
     def best_rate(self) -> float:
         """Tokens a second, the best way's; 0 as long as that is not known."""
         if self.is_known(self.way):
-            return self._now.rate * max(self.times(way) for way in Way)
+            return self._now.rate * self._best_times
         return max(known.goodput.rate for known in self._known.values())
 
     def step_seconds(self, way: Way) -> float:
@@ -152,8 +157,11 @@ class Ways:
 
     def waited(self, way: Way) -> float:
         """What a step's sequences wait on average; as long as it is not known of that way, as another's."""
-        waits = [self._known[each].waited for each in (way, self.way, *Way)]
-        return next((waited for waited in waits if waited is not None), 0.0)
+        waited = self._known[way].waited
+        if waited is None:
+            waits = [self._known[each].waited for each in (self.way, *Way)]
+            waited = next((each for each in waits if each is not None), 0.0)
+        return waited
 
     def wait(self, way: Way, seconds: float) -> None:
         before = self.waited(way)
@@ -211,6 +219,7 @@ class Ways:
             self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
             self.way = tried
         self._tried = None
+        self._best_times = max(map(self.times, Way))
         other = tried if self.way is before else before
         known = self._known[other]
         lost = max(0.0, 1 - self.times(other))

@@ -48,11 +48,15 @@ class Growth:
     def grow(self, trees: dict[Sequence, DraftTree], load: int) -> dict[Sequence, TreeDraft]:
         """Grows these, which are empty, of `load` sequences in the step."""
         self._take(trees, self.drafter.begin(list(trees)), [(EMPTY_PROPOSAL, 0)] * len(trees))
-        growing = trees
-        while growing := self._who_goes_on(growing, load):
-            began, num_rows = self._clock(), _num_rows(growing)
-            free = [tree for each, tree in growing.items() if not is_fixed(each)]
-            prospect, before = sum(tree.prospect for tree in free), sum(tree.worth for tree in free)
+        growing, free = trees, [tree for each, tree in trees.items() if not is_fixed(each)]
+        while growing := {each: tree for each, tree in growing.items() if tree.num_wanted > 0}:
+            free = [tree for tree in free if tree.num_wanted > 0]
+            prospect, num_free = sum(tree.prospect for tree in free), sum(tree.num_wanted for tree in free)
+            if free and not self._policy.goes_on(num_free, load, prospect):
+                growing, free = {each: tree for each, tree in growing.items() if is_fixed(each)}, []
+                continue
+            began, before = self._clock(), sum(tree.worth for tree in free)
+            num_rows = sum(tree.num_wanted for tree in growing.values())
             advanced = {each: following for each, tree in growing.items() if (following := tree.advance()) is not None}
             logits = self.drafter.extend([Growing(each, *following) for each, following in advanced.items()])
             self._take(growing, logits, list(advanced.values()))
@@ -60,14 +64,6 @@ class Growth:
             if prospect > 0:
                 self._policy.observe_found(prospect, sum(tree.worth for tree in free) - before)
         return {each: TreeDraft(tree, self._calibrations, "target") for each, tree in trees.items()}
-
-    def _who_goes_on(self, growing: dict[Sequence, DraftTree], load: int) -> dict[Sequence, DraftTree]:
-        """Of those that have not grown: all, or where that does not pay only who has a fixed shape."""
-        growing = {each: tree for each, tree in growing.items() if tree.num_wanted > 0}
-        free = {each: tree for each, tree in growing.items() if not is_fixed(each)}
-        if free and not self._policy.goes_on(_num_rows(free), load, sum(tree.prospect for tree in free.values())):
-            return {each: tree for each, tree in growing.items() if is_fixed(each)}
-        return growing
 
     def _likelihood(self, guess: float, depth: int) -> float:
         return self._calibrations[depth].likelihood(guess)
@@ -90,10 +86,6 @@ class Growth:
         ]
         for tree, children in zip(trees.values(), branch(logits, rows), strict=True):
             tree.take(children)
-
-
-def _num_rows(growing: dict[Sequence, DraftTree]) -> int:
-    return sum(tree.num_wanted for tree in growing.values())
 
 
 def is_fixed(sequence: Sequence) -> bool:

@@ -295,8 +295,9 @@ class SelfDrafting:
             return {}
         try:
             trees: dict[Sequence, DraftTree] = {}
+            price = self._policy.least_likelihood(self._load) if sequences else 0.0
             for sequence in sequences:
-                tree = self._tree(scheduler, sequence, room)
+                tree = self._tree(scheduler, sequence, room, None if is_fixed(sequence) else price)
                 if tree is not None:
                     trees[sequence] = tree
             return self._growth.grow(trees, self._load) if trees else {}
@@ -314,8 +315,8 @@ class SelfDrafting:
             self._drafter_failed(error)
             return []
 
-    def _tree(self, scheduler: Scheduler, sequence: Sequence, room: int) -> DraftTree | None:
-        """An empty one of the shape that the sequence may have; None if it is to have none."""
+    def _tree(self, scheduler: Scheduler, sequence: Sequence, room: int, price: float | None) -> DraftTree | None:
+        """An empty one of the shape that the sequence may have; None if it is to have none. `price`: see `Growth`."""
         assert self._growth is not None
         drafter = self._growth.drafter
         num_steps, num_nodes = _shape(sequence, drafter.most_steps, room)
@@ -326,9 +327,7 @@ class SelfDrafting:
             if copies is None:
                 return None
             self._pool.copy_blocks(copies)
-        fixed = is_fixed(sequence)
-        price = None if fixed else self._policy.least_likelihood(self._load)
-        branching = num_nodes > num_steps if fixed else self._way is Way.TREE
+        branching = num_nodes > num_steps if is_fixed(sequence) else self._way is Way.TREE
         return self._growth.tree(num_nodes, num_steps, branching, price)
 
     def _choose(

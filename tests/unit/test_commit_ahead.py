@@ -1,0 +1,106 @@
+"""Memory of a KV pool that is there before it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine import commit_ahead
+from shared.engine.block_pool import BlockPool
+from shared.engine.commit_ahead import CommitAhead
+from shared.engine.kv_pool import KVPool, KVShape
+from shared.engine.memory import populate
+
+MIB = 1 << 20
+SHAPE = KVShape(2, 2, 64, 64)
+
+
+def can_populate() -> bool:
+    try:
+        populate(torch.zeros(MIB, dtype=torch.uint8).data_ptr(), MIB)
+    except OSError:
+        return False
+    return True
+
+
+needs_it = pytest.mark.skipif(not can_populate(), reason="before Linux 5.14")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def pool_of(num_bytes: int) -> KVPool:
+    num_blocks = num_bytes // KVPool.block_bytes(SHAPE, 16, torch.bfloat16)
+    return KVPool(SHAPE, num_blocks, 16, torch.bfloat16, torch.device("cpu"))
+
+
+@needs_it
+def test_what_is_populated_is_there_and_stays_as_it_is() -> None:
+    pool, before = pool_of(64 * MIB), resident()
+    pool.data[5] = 7.0
+    populate(pool.data.data_ptr() + 100, 32 * MIB)
+    assert 30 * MIB < resident() - before < 40 * MIB
+    assert bool((pool.data[5] == 7.0).all())
+    assert pool.data.count_nonzero() == pool.data[5].numel()
+
+
+def test_memory_that_is_nowhere_cannot_be_populated() -> None:
+    with pytest.raises(OSError, match="MADV_POPULATE_WRITE"):
+        populate(4096, MIB)
+
+
+@needs_it
+def test_so_much_is_kept_ahead_of_what_is_used_and_never_more() -> None:
+    pool, before = pool_of(512 * MIB), resident()
+    ahead, size = CommitAhead(pool), pool.block_num_bytes
+
+    def taken_at(num_used_mib: int) -> float:
+        ahead.keep(num_used_mib * MIB // size)
+        ahead.join()
+        return (resident() - before) / MIB
+
+    assert taken_at(0) == pytest.approx(128, abs=8)
+    assert taken_at(32) == pytest.approx(128, abs=8), "there is enough yet"
+    assert taken_at(80) == pytest.approx(208, abs=8)
+    assert taken_at(300) == pytest.approx(336, abs=8), "what was used meanwhile is there"
+    assert taken_at(400) == pytest.approx(420, abs=8)
+    assert taken_at(512) == pytest.approx(420, abs=8)
+    assert pool.data.count_nonzero() == 0
+
+
+@needs_it
+def test_what_a_smaller_model_keeps_beside_it_is_there_too() -> None:
+    pool = pool_of(64 * MIB)
+    pool.add_beside(KVShape(1, 2, 64, 64), torch.bfloat16)
+    before, ahead = resident(), CommitAhead(pool)
+    ahead.keep(0)
+    ahead.join()
+    assert (resident() - before) / MIB == pytest.approx(96, abs=8)
+
+
+def test_where_it_cannot_be_had_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(address: int, num_bytes: int) -> None:
+        raise OSError(22, "no such advice")
+
+    monkeypatch.setattr(commit_ahead, "populate", fail)
+    pool, ahead = pool_of(4 * MIB), CommitAhead(pool_of(4 * MIB))
+    ahead.keep(0)
+    ahead.join()
+    pool.data[0] = 1.0
+    assert bool((pool.data[0] == 1.0).all())
+
+
+def test_blocks_that_were_used_are_used_again_before_others() -> None:
+    blocks = BlockPool(100)
+    for _ in range(50):
+        blocks.release(blocks.allocate(3))
+    assert blocks.num_used == 3
+    held = blocks.allocate(10)
+    assert blocks.num_used == 10
+    blocks.register(held[9], b"a hash")
+    blocks.release(held)
+    assert 9 not in blocks.allocate(10)
+    assert blocks.num_used == 11
