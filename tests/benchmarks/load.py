@@ -63,13 +63,17 @@ class LoadResult:
 
 
 async def run_load(
-    stub: inference_pb2_grpc.InferenceAsyncStub, prompts: Sequence[list[int]], num_tokens: int, mode: Mode
+    stub: inference_pb2_grpc.InferenceAsyncStub,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    mode: Mode,
+    api_key: str | None = None,
 ) -> LoadResult:
-    """One stream of `num_tokens` greedy output tokens for each prompt, all started at once.
+    """One stream of `num_tokens` greedy output tokens for each prompt, all started at once, by the tenant of `api_key`.
 
     Raises BenchmarkError if a stream fails or is short; the others end with it.
     """
-    streams = [run_stream(stub, prompt, num_tokens, mode) for prompt in prompts]
+    streams = [run_stream(stub, prompt, num_tokens, mode, api_key) for prompt in prompts]
     start = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
@@ -95,7 +99,11 @@ async def run_load(
 
 
 async def run_stream(
-    stub: inference_pb2_grpc.InferenceAsyncStub, prompt: list[int], num_tokens: int, mode: Mode
+    stub: inference_pb2_grpc.InferenceAsyncStub,
+    prompt: list[int],
+    num_tokens: int,
+    mode: Mode,
+    api_key: str | None = None,
 ) -> StreamResult:
     """One stream, past any end of text. Raises as `run_load` does."""
     ttft_seconds: float | None = None
@@ -110,6 +118,7 @@ async def run_stream(
         generated = await generate(
             stub,
             prompt,
+            api_key=api_key,
             on_chunk=note_first_token,
             max_tokens=num_tokens,
             temperature=0.0,

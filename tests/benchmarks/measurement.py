@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -68,14 +69,16 @@ class Stubs:
     """Clients of two routers on the same workers.
 
     Fixed shapes have a router to themselves: the one under measurement would learn from their rounds what
-    its policy has to find out for itself.
+    its policy has to find out for itself. There each is a tenant of its own, who finds nobody else's prefixes.
     """
 
     service: inference_pb2_grpc.InferenceAsyncStub
     fixed: inference_pb2_grpc.InferenceAsyncStub
 
-    def of(self, mode: Mode) -> inference_pb2_grpc.InferenceAsyncStub:
-        return self.service if mode.fixed is None else self.fixed
+    async def run(self, prompts: Sequence[list[int]], num_tokens: int, mode: Mode) -> LoadResult:
+        if mode.fixed is None:
+            return await run_load(self.service, prompts, num_tokens, mode)
+        return await run_load(self.fixed, prompts, num_tokens, mode, _key_of(mode.fixed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +122,14 @@ async def measure_pair(pair: Pair, plan: Plan, on_step: OnStep) -> PairResult:
     async with (
         Stack(settings) as stack,
         inference(stack) as stub,
-        second_router(stack, ["target-0"], [] if plan.inside else ["draft"]) as fixed_stub,
+        second_router(stack, ["target-0"], [] if plan.inside else ["draft"], _tenants()) as fixed_stub,
     ):
         stubs = Stubs(stub, fixed_stub)
         info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
         for streams in plan.streams:
             on_step(f"warm-up, {_count(streams)}")
             for mode in (OFF, *[ON] * _WARM_UPS, *[Mode(True, FIXED_SHAPES[-1])] * (streams == 1)):
-                await run_load(stubs.of(mode), _draw(pair, streams), plan.num_tokens, mode)
+                await stubs.run(_draw(pair, streams), plan.num_tokens, mode)
         repeats = [await _measure_repeat(pair, plan, index, stubs, on_step) for index in range(plan.repeats)]
         on_step("repeated prefixes")
         prefixes = [await measure_prefix(stub, pair.prompts, info.block_size) for _ in range(_NUM_PREFIXES)]
@@ -195,21 +198,39 @@ async def _measure_repeat(pair: Pair, plan: Plan, index: int, stubs: Stubs, on_s
 
 
 async def _measure_turn(pair: Pair, plan: Plan, streams: int, stubs: Stubs, modes: Sequence[Mode]) -> Turn:
-    prompts = _draw_alike(pair, streams, len(modes))
-    return [
-        await run_load(stubs.of(mode), each, plan.num_tokens, mode) for mode, each in zip(modes, prompts, strict=True)
-    ]
+    which = which_prompts(modes)
+    prompts = _draw_alike(pair, streams, max(which) + 1)
+    return [await stubs.run(prompts[i], plan.num_tokens, mode) for mode, i in zip(modes, which, strict=True)]
+
+
+def which_prompts(modes: Sequence[Mode]) -> list[int]:
+    """Of the prompts of a turn those that each has, by number. Others each time, where one would find the prefix of
+    another; but the same for all fixed shapes, and for one load of the policy: chance would tell them apart."""
+    counts = Counter[Mode]()
+    which = []
+    for mode in modes:
+        which.append(1 if mode.fixed is not None else 2 * counts[mode] + mode.speculation)
+        counts[mode] += 1
+    return which
+
+
+def _key_of(shape: Shape) -> str:
+    return f"{shape.num_draft_tokens}-{shape.num_nodes}"
+
+
+def _tenants() -> dict[str, str]:
+    return {"OUTRIDER_ROUTER_API_KEYS": ",".join(f"{key}={key}" for key in map(_key_of, FIXED_SHAPES))}
 
 
 def _draw(pair: Pair, count: int) -> Sequence[list[int]]:
     return [pair.prompts(PROMPT_TOKENS) for _ in range(count)]
 
 
-def _draw_alike(pair: Pair, count: int, num_modes: int) -> list[Sequence[list[int]]]:
-    """The same prompts for each mode, but for their first tokens: so no mode finds the prefixes of another."""
+def _draw_alike(pair: Pair, count: int, num_kinds: int) -> list[Sequence[list[int]]]:
+    """The same prompts so many times, but for their first tokens: none finds the prefixes of another."""
     prompts = _draw(pair, count)
     first_tokens: dict[int, None] = {}
-    while len(first_tokens) < num_modes:
+    while len(first_tokens) < num_kinds:
         first_tokens[pair.prompts(1)[0]] = None
     return [[[first, *prompt[1:]] for prompt in prompts] for first in first_tokens]
 

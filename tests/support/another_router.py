@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from outrider.v1 import inference_pb2_grpc
@@ -19,9 +19,9 @@ from shared.rpc.channel import connect
 
 @asynccontextmanager
 async def another_router(
-    stack: Stack, targets: Sequence[str], drafts: Sequence[str] = ()
+    stack: Stack, targets: Sequence[str], drafts: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[ServiceProcess, inference_pb2_grpc.InferenceAsyncStub]]:
-    """A router in a process of its own, with the settings of the stack's, and a client of it.
+    """A router in a process of its own, with the settings of the stack's and of `environment`, and a client of it.
 
     It serves with these of the stack's workers, by the names of their processes, and is started again if it dies.
     Raises StartupError if it does not start.
@@ -32,8 +32,8 @@ async def another_router(
     for flag, names in (("targets", targets), ("drafts", drafts)):
         if names:
             command.append(f"--{flag}={','.join(stack.processes[name].address for name in names)}")
-    environment = {**os.environ, PARENT: str(os.getpid()), "OUTRIDER_ROUTER_REDIS_URL": stack.redis.url}
-    process = ServiceProcess("another router", command, environment, f"{LOOPBACK}:{port}", lambda name, line: None)
+    its = {**os.environ, PARENT: str(os.getpid()), "OUTRIDER_ROUTER_REDIS_URL": stack.redis.url, **(environment or {})}
+    process = ServiceProcess("another router", command, its, f"{LOOPBACK}:{port}", lambda name, line: None)
     supervision = asyncio.create_task(process.supervise(stack.settings.start_seconds))
     ready = asyncio.create_task(process.ready.wait())
     try:

@@ -23,6 +23,7 @@ from tests.benchmarks.measurement import (
     is_known,
     num_turns,
     order_of_loads,
+    which_prompts,
 )
 from tests.benchmarks.memory import Memory
 from tests.benchmarks.prefix import PrefixResult
@@ -212,6 +213,16 @@ def test_over_two_turns_every_mode_has_the_same_mean_position(with_fixed: bool, 
     assert positions.keys() == {off, on, *(Mode(speculation=True, fixed=shape) for shape in fixed)}
     assert len({sum(at) / len(at) for at in positions.values()}) == 1
     assert len(positions[off]) == len(positions[on])
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_fixed_shapes_have_the_same_prompts_and_no_tenant_one_twice(turn: int) -> None:
+    modes = order_of_loads(turn, with_fixed=True)
+    fixed = {which for mode, which in zip(modes, which_prompts(modes), strict=True) if mode.fixed is not None}
+    others = [which for mode, which in zip(modes, which_prompts(modes), strict=True) if mode.fixed is None]
+    assert len(fixed) == 1
+    assert sorted(others) == list(range(len(others)))
+    assert fixed < set(others)
 
 
 @pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 2), (7.9, 8, 2), (2.0, 24, 4), (0.1, 64, 64)])
