@@ -155,7 +155,7 @@ class SelfDraftingPolicy:
         nothing that would have been drafted whatever was decided. Before it they `waited` for their owners, who
         take in a message of several tokens sooner than as many messages."""
         at, plain = self._at(load), self._costs.seconds(load, 0)
-        at.wait(way, min(waited, _LONGEST_WAIT * plain))
+        at.wait(min(waited, _LONGEST_WAIT * plain))
         before = at.step_seconds(way)
         if seconds > _MOST_TIMES * before:
             seconds = min(seconds, _MOST_TIMES * max(before, plain))

@@ -16,14 +16,14 @@ _TRIAL_WEIGHT: Final = 0.3
 # short, until there were so many seconds or steps.
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
-_MOST_TRIAL_STEPS: Final = 32
+_MOST_TRIAL_STEPS: Final = 16
 # But for no more than so many times as many that are begun: others' prompts may be in each.
 _MOST_BEGUN: Final = 8
 # That costs this share of the time at most, each way, half of it once two in a row were in vain, a third behind three,
 # and so on down to a quarter; and comes no more often than each so many times its length.
 _TRIAL_SHARE: Final = 0.01
 _MOST_IN_VAIN: Final = 4
-_LEAST_TRIALS_APART: Final = 20.0
+_LEAST_TRIALS_APART: Final = 5.0
 # One way gives way to another only if that brings so many times as much.
 _KEEP: Final = 1.02
 # A new wait counts so much against those before it.
@@ -79,7 +79,7 @@ class _Known:
         self.goodput = _Goodput()
         # Of tokens a second, over those of the others: a logarithm.
         self.log_rate = 0.0
-        # What a step's sequences wait for their owners on average.
+        # What is waited on average before the step behind one.
         self.waited: float | None = None
         # Trials in a row that changed nothing.
         self.num_in_vain = 0
@@ -99,12 +99,15 @@ class Ways:
 
     def __init__(self) -> None:
         self.way = Way.TREE
-        # Of a trial of another so many steps are still to be seen, and so many were begun for that.
+        # Of a trial of another, which goes on in turns with it: what that brings meanwhile, and how many steps of the
+        # other were begun.
         self._tried: Way | None = None
-        self._num_left = 0
+        self._beside = _Goodput()
         self._num_begun = 0
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
+        # Of the latest step.
+        self._latest: Way | None = None
         # How many times as much as that the best way brings.
         self._best_times = 1.0
         # How often two were compared.
@@ -113,13 +116,15 @@ class Ways:
         self._seconds = 0.0
         # Spent since the last trial so that drafts could be tried.
         self._following = 0.0
-        # Or while they pay, for so many tokens that are still to come, of which each pays its share.
+        # For so many tokens that are still to come, of which each pays its share.
         self._owed = 0.0
         self._num_owing = 0
 
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
         if self._tried is not None:
+            if self._beside.num_seen < self._known[self._tried].goodput.num_seen:
+                return self.way
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
                 self._postpone([self._tried])
@@ -137,9 +142,8 @@ class Ways:
         return any(way.drafts for way in (self.way, self._tried or self.way, *self._due()))
 
     def times(self, way: Way) -> float:
-        """How many times as much that way brings as the one that is gone. What they brought at other times than in a
-        trial of the one and right before it says nothing: a machine is faster or slower from one minute to the next,
-        and texts are others."""
+        """How many times as much that way brings as the one that is gone. What they brought other than in turns
+        says nothing: a machine is faster or slower from one minute to the next, and texts are others."""
         return math.exp(self._known[way].log_rate - self._known[self.way].log_rate)
 
     def is_known(self, way: Way) -> bool:
@@ -156,35 +160,41 @@ class Ways:
         return self._known[way].goodput.step_seconds
 
     def waited(self, way: Way) -> float:
-        """What a step's sequences wait on average; as long as it is not known of that way, as another's."""
+        """What is waited behind such a step on average; as long as it is not known of that way, as behind others."""
         waited = self._known[way].waited
         if waited is None:
             waits = [self._known[each].waited for each in (self.way, *Way)]
             waited = next((each for each in waits if each is not None), 0.0)
         return waited
 
-    def wait(self, way: Way, seconds: float) -> None:
-        before = self.waited(way)
-        self._known[way].waited = before + _WEIGHT_OF_WAIT * (seconds - before)
+    def wait(self, seconds: float) -> None:
+        """So long a step's sequences waited for their owners, who take in what the one before brought."""
+        if self._latest is not None:
+            before = self.waited(self._latest)
+            self._known[self._latest].waited = before + _WEIGHT_OF_WAIT * (seconds - before)
 
     def charge(self, seconds: float, num_left: int) -> None:
         """So much time was spent so that sequences may have drafts, of which so many tokens are still to come."""
         self._seconds += seconds
-        if self.way.drafts:
-            self._owed += seconds
-            self._num_owing += num_left
-        else:
+        self._owed += seconds
+        self._num_owing += num_left
+        if not self.way.drafts:
             self._following += seconds
 
     def observe(self, way: Way, num_tokens: int, seconds: float, waited: float) -> None:
-        """A step brought so many tokens, and what is waited on average before such a step."""
+        """A step brought so many tokens, and what is waited on average behind such a step."""
+        self._latest = way
         self._seconds += seconds
-        owed = self._pay(num_tokens) if way.drafts else 0.0
+        # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
+        share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
+        owed = share if way.drafts else 0.0
         self._known[way].goodput.observe(num_tokens, seconds + owed, waited)
-        if way is self._tried:
-            self._num_left -= 1
-            if self._num_left == 0:
-                self._conclude(way)
+        if self._tried is None:
+            return
+        if way is self.way:
+            self._beside.observe(num_tokens, seconds + owed, waited)
+        if min(self._beside.num_seen, self._known[self._tried].goodput.num_seen) >= self._trial_steps:
+            self._conclude(self._tried)
 
     @property
     def _now(self) -> _Goodput:
@@ -208,8 +218,8 @@ class Ways:
 
     def _begin_trial(self, way: Way) -> None:
         self._trial_steps = self._enough_steps
-        self._tried, self._num_left, self._num_begun = way, self._trial_steps, 0
-        self._known[way].goodput = _Goodput()
+        self._tried, self._num_begun = way, 0
+        self._known[way].goodput, self._beside = _Goodput(), _Goodput()
 
     def _conclude(self, tried: Way) -> None:
         """The trial has ended: takes the better way, and says when the other is tried again."""
@@ -232,7 +242,7 @@ class Ways:
 
     def _learn(self, tried: Way) -> float:
         """How many times as much it brought in its trial."""
-        rate, now = self._known[tried].goodput.rate, self._now.rate
+        rate, now = self._known[tried].goodput.rate, self._beside.rate
         if min(rate, now) <= 0:
             return 0.0
         pair = frozenset((tried, self.way))
