@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 
 from shared.engine.kv_pool import KVPool
@@ -52,12 +53,12 @@ class CommitAhead:
             self._thread.join()
 
     def _take(self, first: int, end: int) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # Linux: of this thread alone
-        for pool in self._pools:
-            begin, size = pool.data.data_ptr() + first * pool.block_num_bytes, (end - first) * pool.block_num_bytes
-            for offset in range(0, size, _CHUNK_BYTES):
-                try:
+        try:
+            if sys.platform.startswith("linux"):  # elsewhere that is no thread's, and might be another process's
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            for pool in self._pools:
+                begin, size = pool.data.data_ptr() + first * pool.block_num_bytes, (end - first) * pool.block_num_bytes
+                for offset in range(0, size, _CHUNK_BYTES):
                     populate(begin + offset, min(_CHUNK_BYTES, size - offset))
-                except OSError as error:
-                    logger.debug("memory of the KV cache is not taken ahead: %s", error)
-                    return
+        except OSError as error:
+            logger.debug("memory of the KV cache is not taken ahead: %s", error)
