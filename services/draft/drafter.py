@@ -11,7 +11,7 @@ from shared.drafting.merged_draft import MergedDraft
 from shared.drafting.tree_draft import TreeDraft
 from shared.engine.sequence import Sequence
 from shared.policy.acceptance import Acceptance, expected_tokens, outcome_of_likeliest
-from shared.policy.calibration import Calibration
+from shared.policy.foresight import Foresight
 from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import Candidates, SampledTokens
@@ -24,11 +24,11 @@ class Drafter:
     `candidates` runs parallel to the sequence's draws. `num_asked` is how many draft tokens the router
     waits for, 0 when it waits for none. Asked for a tree it has no draws, but a `tree`, which is `grown` when it can be
     answered with, and what was `copied` for it meanwhile. `acceptance` is that of what it drafts itself, learnt from
-    what is committed behind `answered`, the latest; `calibrations`, of all sequences' trees, learn with it.
+    what is committed behind `answered`, the latest; `foresight`, of its trees, learns with it.
     """
 
     sequence: Sequence
-    calibrations: Tokens[Calibration]
+    foresight: Foresight
     candidates: list[Candidates | None] = field(default_factory=list)
     num_asked: int = 0
     asked_ns: int = 0
@@ -78,7 +78,7 @@ class Drafter:
         self.candidates = []
         self.num_asked = num_draft_tokens
         self.asked_ns = time.time_ns()
-        self.tree, self.grown = DraftTree(num_nodes, num_draft_tokens, likelihood=self._likelihood), False
+        self.tree, self.grown = DraftTree(num_nodes, num_draft_tokens, likelihood=self.foresight.likelihood), False
         self.num_nodes, self.copied = num_nodes, copied
         self.sequence.grow(EMPTY_PROPOSAL, 0, self.tree.num_children)
 
@@ -124,7 +124,4 @@ class Drafter:
         self.sequence.draws_on = False
 
     def _own_draft(self, tree: DraftTree) -> TreeDraft:
-        return TreeDraft(tree, self.calibrations, "model")
-
-    def _likelihood(self, guess: float, depth: int) -> float:
-        return self.calibrations[min(depth, len(self.calibrations) - 1)].likelihood(guess)
+        return TreeDraft(tree, self.foresight, "model")

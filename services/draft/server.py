@@ -22,7 +22,7 @@ from shared.engine.engine import StepOutcome
 from shared.engine.sequence import Sequence
 from shared.engine.tokenizer_fingerprint import tokenizer_fingerprint
 from shared.policy.acceptance import Acceptance
-from shared.policy.calibration import Calibration
+from shared.policy.foresight import Foresight
 from shared.prefix.block_hash import root_hash
 from shared.sampling.draft_tree import WIDTH
 from shared.sampling.proposal import Proposal
@@ -41,9 +41,6 @@ from shared.worker.stream import Lane, RouterStream
 
 Stream = RouterStream[draft_pb2.DraftResponse]
 DraftLane = Lane[draft_pb2.DraftResponse]
-
-# What trees learn by depth; deeper ones are alike.
-_NUM_CALIBRATIONS = 16
 
 # A drafter may be prefilling for long with nothing to answer: how often routers hear that it is alive.
 _SIGN_SECONDS = 1.0
@@ -68,7 +65,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
         self._manuscripts: dict[Sequence, Manuscript] = {}
         # Everybody's, which a new sequence's starts from.
         self._acceptance = Acceptance()
-        self._calibrations = [Calibration() for _ in range(_NUM_CALIBRATIONS)]
+        self._foresight = Foresight()
         self._last_sign = -math.inf
 
     async def drain(self) -> None:
@@ -144,7 +141,9 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             drafting=True,
         )
         self._add_lane(stream, propose.sequence_id, sequence, propose.traceparent)
-        self._drafters[sequence] = Drafter(sequence, self._calibrations, acceptance=Acceptance(self._acceptance))
+        self._drafters[sequence] = Drafter(
+            sequence, Foresight(self._foresight), acceptance=Acceptance(self._acceptance)
+        )
         self._manuscripts[sequence] = self._source.begin(
             propose.token_ids, propose.num_prompt_tokens, propose.cache_salt
         )

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shared.policy.calibration import Calibration, observe_proposal
+from shared.policy.calibration import observe_proposal
+from shared.policy.foresight import Foresight
 from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class TreeDraft:
-    """A tree that has grown; how often guesses like its own come true, the `calibrations` learn by depth (the last one
-    of all that is deeper). `source`: model or target."""
+    """A tree that has grown, of which `foresight` learns how often guesses like its own come true. `source`: model or
+    target."""
 
     tree: DraftTree
-    calibrations: Sequence[Calibration]
+    foresight: Foresight
     source: str
 
     @property
@@ -28,9 +29,10 @@ class TreeDraft:
         return replace(proposal, sources=(self.source,) * len(proposal))
 
     def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        guesses, depths = self.tree.guesses(len(proposal)), proposal.depths
+        guesses, followed = self.tree.guesses(len(proposal)), proposal.followed_rows()
 
         def observe(i: int, accepted: bool) -> None:
-            self.calibrations[min(depths[i + 1], len(self.calibrations)) - 1].observe(guesses[i], accepted)
+            # Who likes another better proposes that before it.
+            self.foresight.observe(guesses[i], followed.index(followed[i]) == i, accepted)
 
-        observe_proposal(proposal.token_ids, proposal.followed_rows(), committed, observe)
+        observe_proposal(proposal.token_ids, followed, committed, observe)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 
 from shared.engine.kv_pool import KVPool
 from shared.engine.memory import populate
@@ -14,8 +15,10 @@ logger = logging.getLogger(__name__)
 
 # So much of it is kept ready ahead of the blocks that were in use.
 _AHEAD_BYTES = 128 << 20
-# At once; others may want the machine in between.
+# At once; behind each, so many times as long as it took is left to others: taking half of what is kept ready may
+# take 0.2 s, and no request should bear it all.
 _CHUNK_BYTES = 2 << 20
+_REST = 4.0
 # Of the thread that does it: it is in nobody's way, but where all cores are busy it gets some time nevertheless.
 _NICENESS = 10
 
@@ -56,9 +59,12 @@ class CommitAhead:
         try:
             if sys.platform.startswith("linux"):  # elsewhere that is no thread's, and might be another process's
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            for pool in self._pools:
-                begin, size = pool.data.data_ptr() + first * pool.block_num_bytes, (end - first) * pool.block_num_bytes
-                for offset in range(0, size, _CHUNK_BYTES):
-                    populate(begin + offset, min(_CHUNK_BYTES, size - offset))
+            num_blocks = max(1, _CHUNK_BYTES // sum(each.block_num_bytes for each in self._pools))
+            for block in range(first, end, num_blocks):
+                began = time.perf_counter()
+                for pool in self._pools:
+                    size = pool.block_num_bytes
+                    populate(pool.data.data_ptr() + block * size, min(num_blocks, end - block) * size)
+                time.sleep(_REST * (time.perf_counter() - began))
         except OSError as error:
             logger.debug("memory of the KV cache is not taken ahead: %s", error)

@@ -16,14 +16,12 @@ WIDTH = 8
 
 class _Node(NamedTuple):
     """`parent`: index of the node that it follows, -1 where that is the last committed token. `logprob`: of all of its
-    line, from there on; `guess`: how likely its drafter took it to be behind the others, and `depth` how many these
-    are."""
+    line, from there on; `guess`: how likely its drafter took it to be behind the others."""
 
     token_id: int
     parent: int
     logprob: float
     guess: float
-    depth: int
 
 
 class DraftTree:
@@ -42,11 +40,12 @@ class DraftTree:
         branching: bool = True,
         least: float = 0.0,
         price: float = 0.0,
-        likelihood: Callable[[float, int], float] | None = None,
+        likelihood: Callable[[float, bool], float] | None = None,
     ) -> None:
         """Not `branching`, it is a chain. No step looks behind tokens that are accepted less often than `least`.
         `price`: what it takes to verify one, in accepted tokens.
-        `likelihood`: what to make of a drafter's guess at that depth; None: it is taken as it is."""
+        `likelihood`: what to make of a drafter's guess, and whether it is its first choice for that place; None: it is
+        taken as it is."""
         self._num_nodes = num_nodes
         self._num_steps = num_steps
         self._branching = branching
@@ -74,17 +73,18 @@ class DraftTree:
         steps find only what takes its place."""
         latest = self._computed[-self._num_latest :] if self._num_latest else [-1]
         for parent, found in zip(latest, children, strict=True):
-            before, depth = (self._nodes[parent].logprob, self._nodes[parent].depth + 1) if parent >= 0 else (0.0, 0)
-            logprob = 0.0
+            before = self._nodes[parent].logprob if parent >= 0 else 0.0
+            logprob, is_first = 0.0, True
             for token_id, own in zip(found.token_ids, found.logprobs, strict=True):
                 guess = math.exp(own)
                 if self._likelihood is not None:
-                    own = math.log(max(self._likelihood(guess, depth), 1e-9))
+                    own = math.log(max(self._likelihood(guess, is_first), 1e-9))
                 # What its drafter likes less than another is no likelier.
                 logprob = min(logprob, own)
                 if not self._is_among_best(before + logprob):
                     break
-                self._nodes.append(_Node(token_id, parent, before + logprob, guess, depth))
+                self._nodes.append(_Node(token_id, parent, before + logprob, guess))
+                is_first = False
         self._num_steps -= 1
         self._order = self._next = None
 

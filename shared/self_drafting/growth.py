@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from collections.abc import Sequence as List
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from shared.drafting.tree_draft import TreeDraft
 from shared.engine.sequence import Sequence
-from shared.policy.calibration import Calibration
+from shared.policy.foresight import Foresight
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.sampling.branching import branch
 from shared.sampling.draft_tree import DraftTree
@@ -29,12 +30,16 @@ class Growth:
         self.drafter = drafter
         self._policy = policy
         self._clock = clock
-        self._calibrations = [Calibration() for _ in range(drafter.most_steps)]
+        # Everybody's, and each sequence's own.
+        self._foresight = Foresight()
+        self._foresights: MutableMapping[Sequence, Foresight] = WeakKeyDictionary()
 
-    def tree(self, num_nodes: int, num_steps: int, branching: bool, price: float | None) -> DraftTree:
-        """An empty one. `price`: of a token's row, in accepted ones; None: whatever that is. Nobody looks behind tokens
-        that are accepted less often than they cost, or than once in `num_nodes` times: what would be found there is
-        hardly worth its row, let alone a step."""
+    def tree(
+        self, sequence: Sequence, num_nodes: int, num_steps: int, branching: bool, price: float | None
+    ) -> DraftTree:
+        """An empty one of that sequence. `price`: of a token's row, in accepted ones; None: whatever that is. Nobody
+        looks behind tokens that are accepted less often than they cost, or than once in `num_nodes` times: what would
+        be found there is hardly worth its row, let alone a step."""
         least = 0.0 if price is None else max(price, 1 / num_nodes)
         return DraftTree(
             num_nodes,
@@ -42,7 +47,7 @@ class Growth:
             branching=branching,
             least=least,
             price=price or 0.0,
-            likelihood=self._likelihood,
+            likelihood=self._foresight_of(sequence).likelihood,
         )
 
     def grow(self, trees: dict[Sequence, DraftTree], load: int) -> dict[Sequence, TreeDraft]:
@@ -63,10 +68,13 @@ class Growth:
             self._policy.observe_drafting(num_rows, self._clock() - began)
             if prospect > 0:
                 self._policy.observe_found(prospect, sum(tree.worth for tree in free) - before)
-        return {each: TreeDraft(tree, self._calibrations, "target") for each, tree in trees.items()}
+        return {each: TreeDraft(tree, self._foresight_of(each), "target") for each, tree in trees.items()}
 
-    def _likelihood(self, guess: float, depth: int) -> float:
-        return self._calibrations[depth].likelihood(guess)
+    def _foresight_of(self, sequence: Sequence) -> Foresight:
+        found = self._foresights.get(sequence)
+        if found is None:
+            found = self._foresights[sequence] = Foresight(self._foresight)
+        return found
 
     def _take(self, trees: dict[Sequence, DraftTree], logits: Tensor, grown: List[tuple[Proposal, int]]) -> None:
         """What may follow the newest tokens of each tree."""

@@ -328,7 +328,7 @@ class SelfDrafting:
                 return None
             self._pool.copy_blocks(copies)
         branching = num_nodes > num_steps if is_fixed(sequence) else self._way is Way.TREE
-        return self._growth.tree(num_nodes, num_steps, branching, price)
+        return self._growth.tree(sequence, num_nodes, num_steps, branching, price)
 
     def _choose(
         self, scheduler: Scheduler, copied: dict[Sequence, CopiedDraft], grown: dict[Sequence, TreeDraft], room: int

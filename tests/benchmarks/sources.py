@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -163,6 +164,7 @@ async def measure(
         for kind in ("prose", "code", "repetitive"):
             for temperature in (0.0, 1.0):
                 draw = texts_of(kind, seed=1)
+                gc.freeze()  # or a full collection, of a heap with torch in it, falls into somebody's time
                 for turn in range(turns + 1):
                     on_turn(f"{kind} at {temperature:g}: turn {turn} of {turns}")
                     order, prompt = ways if turn % 2 else list(reversed(ways)), draw()

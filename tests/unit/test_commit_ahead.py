@@ -17,6 +17,11 @@ MIB = 1 << 20
 SHAPE = KVShape(2, 2, 64, 64)
 
 
+@pytest.fixture(autouse=True)
+def without_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_ahead, "_REST", 0.0)
+
+
 def can_populate() -> bool:
     try:
         populate(torch.zeros(MIB, dtype=torch.uint8).data_ptr(), MIB)

@@ -18,7 +18,7 @@ from services.draft.settings import DraftSettings
 from shared.engine.engine import Engine
 from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence
-from shared.policy.calibration import Calibration
+from shared.policy.foresight import Foresight
 from shared.prefix.block_hash import root_hash
 from shared.sampling.coupled import gumbel_noise
 from shared.sampling.draft_tree import WIDTH, DraftTree
@@ -156,16 +156,16 @@ def engine_for(model: CausalLM, **fields: Any) -> Engine:
     return Engine(model, DraftSettings(model="tiny", **{"num_blocks": 100, "block_size": 8, **fields}), draw)
 
 
-class Untaught(Calibration):
+class Untaught(Foresight):
     """Learns nothing from one round for the next."""
 
-    def observe(self, guess: float, accepted: bool) -> None: ...
+    def observe(self, guess: float, is_first: bool, accepted: bool) -> None: ...
 
 
 def drafter(engine: Engine, tokens: list[int], num_prompt_tokens: int, params: SamplingParams) -> Drafter:
     sequence = Sequence(tokens, num_prompt_tokens, params, root_hash(engine.fingerprint, b""), drafting=True)
     engine.scheduler.add(sequence)
-    return Drafter(sequence, [Untaught()])
+    return Drafter(sequence, Untaught())
 
 
 def answers(engine: Engine, drafters: list[Drafter]) -> list[Proposal]:

@@ -6,7 +6,7 @@ import pytest
 
 from services.draft.drafter import Drafter
 from shared.engine.sequence import Sequence
-from shared.policy.calibration import Calibration
+from shared.policy.foresight import Foresight
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.sampled import Candidates, SampledTokens
@@ -15,7 +15,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def drafter(prompt: list[int] = PROMPT) -> Drafter:
-    return Drafter(Sequence(prompt, len(prompt), SamplingParams(), b"root", drafting=True), [Calibration()])
+    return Drafter(Sequence(prompt, len(prompt), SamplingParams(), b"root", drafting=True), Foresight())
 
 
 def mark(token: int) -> Candidates:
