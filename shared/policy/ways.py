@@ -17,6 +17,9 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
 _MOST_TRIAL_STEPS: Final = 16
+# In turns with what is gone, of so many steps each. The first does not count: what one of the other way brought is
+# being taken in meanwhile, which makes a plain step behind a tree a third longer where steps take a millisecond.
+_TURN: Final = 3
 # But for no more than so many times as many that are begun: others' prompts may be in each.
 _MOST_BEGUN: Final = 8
 # That costs this share of the time at most, each way, half of it once two in a row were in vain, a third behind three,
@@ -26,6 +29,8 @@ _MOST_IN_VAIN: Final = 4
 _LEAST_TRIALS_APART: Final = 5.0
 # One way gives way to another only if that brings so many times as much.
 _KEEP: Final = 1.02
+# Drafts take so much more of their steps' time than these show: who takes in what they bring has the same cores.
+_UNSEEN: Final = 0.04
 # A new wait counts so much against those before it.
 _WEIGHT_OF_WAIT: Final = 0.03
 
@@ -99,8 +104,8 @@ class Ways:
 
     def __init__(self) -> None:
         self.way = Way.TREE
-        # Of a trial of another, which goes on in turns with it: what that brings meanwhile, and how many steps of the
-        # other were begun.
+        # Of a trial of another, which goes on in turns with it: what that brings meanwhile, and how many steps the
+        # other began.
         self._tried: Way | None = None
         self._beside = _Goodput()
         self._num_begun = 0
@@ -112,8 +117,8 @@ class Ways:
         self._best_times = 1.0
         # How often two were compared.
         self._num_compared: Counter[frozenset[Way]] = Counter()
-        # Of all steps.
-        self._seconds = 0.0
+        # Of all steps; from when on one is to be tried, and one that drafts, if none is gone or tried.
+        self._seconds = self._due_at = self._drafts_at = 0.0
         # Spent since the last trial so that drafts could be tried.
         self._following = 0.0
         # For so many tokens that are still to come, of which each pays its share.
@@ -123,12 +128,13 @@ class Ways:
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
         if self._tried is not None:
-            if self._beside.num_seen < self._known[self._tried].goodput.num_seen:
+            num_counted = self._beside.num_seen + self._known[self._tried].goodput.num_seen
+            if num_counted // (_TURN - 1) % 2:
                 return self.way
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
                 self._postpone([self._tried])
-        elif self._now.num_seen >= self._enough_steps:
+        elif self._seconds >= self._due_at and self._now.num_seen >= self._enough_steps:
             due = sorted(self._due(), key=self.times, reverse=True)
             possible = [way for way in due if may_try or not way.drafts]
             if possible:
@@ -139,7 +145,7 @@ class Ways:
 
     def may_draft(self) -> bool:
         """Whether drafts pay, or are tried or to be tried."""
-        return any(way.drafts for way in (self.way, self._tried or self.way, *self._due()))
+        return self._seconds >= self._drafts_at
 
     def times(self, way: Way) -> float:
         """How many times as much that way brings as the one that is gone. What they brought other than in turns
@@ -183,11 +189,15 @@ class Ways:
 
     def observe(self, way: Way, num_tokens: int, seconds: float, waited: float) -> None:
         """A step brought so many tokens, and what is waited on average behind such a step."""
-        self._latest = way
+        before, self._latest = self._latest, way
         self._seconds += seconds
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
         share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
+        if self._tried is not None and before is not way:
+            return
         owed = share if way.drafts else 0.0
+        if way.drafts:
+            waited += _UNSEEN * seconds
         self._known[way].goodput.observe(num_tokens, seconds + owed, waited)
         if self._tried is None:
             return
@@ -220,6 +230,7 @@ class Ways:
         self._trial_steps = self._enough_steps
         self._tried, self._num_begun = way, 0
         self._known[way].goodput, self._beside = _Goodput(), _Goodput()
+        self._note_due()
 
     def _conclude(self, tried: Way) -> None:
         """The trial has ended: takes the better way, and says when the other is tried again."""
@@ -235,10 +246,12 @@ class Ways:
         lost = max(0.0, 1 - self.times(other))
         if self.way is before and found > _KEEP:  # for all that was believed: soon again
             lost, known.num_in_vain = 0.0, 0
-        trial = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
-        known.patience = trial * _LEAST_TRIALS_APART
-        known.apart = max((trial * lost + self._following) / known.trial_share, known.patience)
+        counted = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
+        known.patience = counted * _LEAST_TRIALS_APART
+        took = counted * _TURN / (_TURN - 1)
+        known.apart = max((took * lost + self._following) / known.trial_share, known.patience)
         known.next_trial, self._following = self._seconds + known.apart, 0.0
+        self._note_due()
 
     def _learn(self, tried: Way) -> float:
         """How many times as much it brought in its trial."""
@@ -258,3 +271,10 @@ class Ways:
             known.patience = max(known.patience, self._trial_steps * self._now.step_seconds * _LEAST_TRIALS_APART)
             known.next_trial = self._seconds + max(known.apart, known.patience, self._following / known.trial_share)
         self._following = 0.0
+        self._note_due()
+
+    def _note_due(self) -> None:
+        others = [way for way in Way if way is not self.way]
+        self._due_at = min(self._known[way].next_trial for way in others)
+        drafts = self.way.drafts or (self._tried is not None and self._tried.drafts)
+        self._drafts_at = 0.0 if drafts else min(self._known[way].next_trial for way in others if way.drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -183,10 +184,31 @@ def test_a_trial_ends_whatever_is_seen_of_it() -> None:
 @pytest.mark.parametrize(("seconds", "num"), [(0.5, 8), (0.01, 10), (0.0025, 16), (0.0001, 16)])
 def test_short_steps_are_tried_for_longer_and_in_turns(seconds: float, num: int) -> None:
     policy, gone = SelfDraftingPolicy(StepCosts([(1, seconds)])), []
-    for _ in range(5 * num):
+    for _ in range(8 * num):
         gone.append(policy.way(1))
         policy.observe(1, gone[-1], 2 if gone[-1].drafts else 1, seconds)
-    assert gone == [Way.TREE] * num + [Way.PLAIN, Way.TREE] * num + [Way.CHAIN, Way.TREE] * num
+    turns = [(way, len(list(steps))) for way, steps in itertools.groupby(gone)]
+    first = next(i for i, (way, _) in enumerate(turns) if way is Way.CHAIN)
+    trial, second = turns[1:first], turns[first : first + len(turns[1:first])]
+    assert turns[0] == (Way.TREE, num)
+    assert [way for way, _ in trial] == [Way.PLAIN, Way.TREE] * (len(trial) // 2)
+    # All but the first step of each turn count, and it ends as soon as both ways have enough.
+    assert {length for _, length in trial[:-1]} == {3}
+    assert sum(length - 1 for way, length in trial if way is Way.TREE) == num
+    assert num <= sum(length - 1 for way, length in trial if way is Way.PLAIN) <= num + 1
+    assert second[:-1] == [(Way.CHAIN if way is Way.PLAIN else way, length) for way, length in trial[:-1]]
+
+
+def test_a_step_behind_one_of_the_other_way_does_not_count() -> None:
+    """It takes in what that one brought: here four times as long as it takes itself."""
+    policy, latest, gone = SelfDraftingPolicy(flat(0.001)), Way.TREE, list[Way]()
+    for _ in range(1000):
+        way = policy.way(1)
+        took = 0.0015 if way.drafts else 0.005 if latest.drafts else 0.001
+        policy.observe(1, way, 1, took)
+        latest = way
+        gone.append(way)
+    assert gone[100:].count(Way.PLAIN) > 0.9 * 900
 
 
 def test_prompts_that_are_hard_do_not_decide_between_ways() -> None:
@@ -210,11 +232,8 @@ def test_steps_that_say_nothing_are_no_trial() -> None:
     for _ in range(20):
         policy.observe(1, Way.TREE, 2, 0.01)
     assert not any(policy.way(1).drafts for _ in range(30))  # a long prompt is in all of them
-    for i in range(20):
-        way = policy.way(1)
-        assert way is (Way.TREE if i % 2 else Way.PLAIN)
+    while (way := policy.way(1)) is not Way.CHAIN:  # which was not tried yet
         policy.observe(1, way, 2 if way.drafts else 3, 0.01)  # and in these it turns out that plain steps are better
-    assert policy.way(1) is Way.CHAIN, "which was not tried yet"
     gone = []
     for _ in range(1000):
         gone.append(policy.way(1))
