@@ -17,8 +17,9 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
 _MOST_TRIAL_STEPS: Final = 16
-# In turns with what is gone, of so many steps each. The first does not count: what one of the other way brought is
-# being taken in meanwhile, which makes a plain step behind a tree a third longer where steps take a millisecond.
+# In turns with what is gone, of so many steps each. What the first takes does not count, but what such steps take: what
+# one of the other way brought is being taken in meanwhile, which makes a plain step behind a tree a third longer where
+# steps take a millisecond.
 _TURN: Final = 3
 # But for no more than so many times as many that are begun: others' prompts may be in each.
 _MOST_BEGUN: Final = 8
@@ -30,7 +31,7 @@ _LEAST_TRIALS_APART: Final = 5.0
 # One way gives way to another only if that brings so many times as much.
 _KEEP: Final = 1.02
 # Drafts take so much more of their steps' time than these show: who takes in what they bring has the same cores.
-_UNSEEN: Final = 0.04
+_UNSEEN: Final = 0.025
 # A new wait counts so much against those before it.
 _WEIGHT_OF_WAIT: Final = 0.03
 
@@ -129,7 +130,7 @@ class Ways:
         """For the step that comes. Not `may_try`, no drafts are tried."""
         if self._tried is not None:
             num_counted = self._beside.num_seen + self._known[self._tried].goodput.num_seen
-            if num_counted // (_TURN - 1) % 2:
+            if num_counted // _TURN % 2:
                 return self.way
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
@@ -194,7 +195,9 @@ class Ways:
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
         share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
         if self._tried is not None and before is not way:
-            return
+            seconds = (self._beside if way is self.way else self._known[way].goodput).step_seconds
+            if seconds == 0:
+                return
         owed = share if way.drafts else 0.0
         if way.drafts:
             waited += _UNSEEN * seconds
@@ -246,10 +249,9 @@ class Ways:
         lost = max(0.0, 1 - self.times(other))
         if self.way is before and found > _KEEP:  # for all that was believed: soon again
             lost, known.num_in_vain = 0.0, 0
-        counted = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
-        known.patience = counted * _LEAST_TRIALS_APART
-        took = counted * _TURN / (_TURN - 1)
-        known.apart = max((took * lost + self._following) / known.trial_share, known.patience)
+        trial = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
+        known.patience = trial * _LEAST_TRIALS_APART
+        known.apart = max((trial * lost + self._following) / known.trial_share, known.patience)
         known.next_trial, self._following = self._seconds + known.apart, 0.0
         self._note_due()
 

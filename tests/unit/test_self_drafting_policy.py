@@ -192,10 +192,10 @@ def test_short_steps_are_tried_for_longer_and_in_turns(seconds: float, num: int)
     trial, second = turns[1:first], turns[first : first + len(turns[1:first])]
     assert turns[0] == (Way.TREE, num)
     assert [way for way, _ in trial] == [Way.PLAIN, Way.TREE] * (len(trial) // 2)
-    # All but the first step of each turn count, and it ends as soon as both ways have enough.
-    assert {length for _, length in trial[:-1]} == {3}
-    assert sum(length - 1 for way, length in trial if way is Way.TREE) == num
-    assert num <= sum(length - 1 for way, length in trial if way is Way.PLAIN) <= num + 1
+    # All but the first step of either count, and it ends as soon as both have enough.
+    assert [length for _, length in trial[:-1]] == [4, 4] + [3] * (len(trial) - 3)
+    assert sum(length for way, length in trial if way is Way.TREE) == num + 1
+    assert num < sum(length for way, length in trial if way is Way.PLAIN) <= num + 3
     assert second[:-1] == [(Way.CHAIN if way is Way.PLAIN else way, length) for way, length in trial[:-1]]
 
 
