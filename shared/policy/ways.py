@@ -21,7 +21,8 @@ _MOST_TRIAL_STEPS: Final = 16
 # one of the other way brought is being taken in meanwhile, which makes a plain step behind a tree a third longer where
 # steps take a millisecond.
 _TURN: Final = 3
-# But for no more than so many times as many that are begun: others' prompts may be in each.
+# But for no more than so many times as many that are begun: others' prompts may be in each. It goes on where it ended
+# when its time comes again.
 _MOST_BEGUN: Final = 8
 # That costs this share of the time at most, each way, half of it once two in a row were in vain, a third behind three,
 # and so on down to a quarter; and comes no more often than each so many times its length.
@@ -83,6 +84,9 @@ class _Known:
 
     def __init__(self) -> None:
         self.goodput = _Goodput()
+        # Of its latest trial: what the way that is gone brought meanwhile, and whether it ended before enough was seen.
+        self.beside = _Goodput()
+        self.is_unfinished = False
         # Of tokens a second, over those of the others: a logarithm.
         self.log_rate = 0.0
         # What is waited on average before the step behind one.
@@ -105,11 +109,13 @@ class Ways:
 
     def __init__(self) -> None:
         self.way = Way.TREE
-        # Of a trial of another, which goes on in turns with it: what that brings meanwhile, and how many steps the
-        # other began.
+        # Of a trial of another, which goes on in turns with it: how many steps that began, and of how many of both it
+        # is known what they brought.
         self._tried: Way | None = None
-        self._beside = _Goodput()
-        self._num_begun = 0
+        self._num_begun = self._num_told = 0
+        # The latest decision, whether it was another than the one before, and whether its step is still to be told of.
+        self._chosen: Way | None = None
+        self._is_first = self._is_open = False
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
         # Of the latest step.
@@ -128,13 +134,20 @@ class Ways:
 
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
+        before, self._chosen = self._chosen, self._choose(may_try)
+        self._is_first, self._is_open = self._chosen is not before, True
+        return self._chosen
+
+    def _choose(self, may_try: bool) -> Way:
         if self._tried is not None:
-            num_counted = self._beside.num_seen + self._known[self._tried].goodput.num_seen
-            if num_counted // _TURN % 2:
+            if self._num_told // _TURN % 2:
                 return self.way
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
+                self._known[self._tried].is_unfinished = True
                 self._postpone([self._tried])
+            elif self._tried.drafts and not may_try:
+                return self.way
         elif self._seconds >= self._due_at and self._now.num_seen >= self._enough_steps:
             due = sorted(self._due(), key=self.times, reverse=True)
             possible = [way for way in due if may_try or not way.drafts]
@@ -190,24 +203,27 @@ class Ways:
 
     def observe(self, way: Way, num_tokens: int, seconds: float, waited: float) -> None:
         """A step brought so many tokens, and what is waited on average behind such a step."""
-        before, self._latest = self._latest, way
+        self._latest = way
+        is_first = self._is_open and self._is_first
+        self._num_told += self._is_open
+        self._is_open = False
         self._seconds += seconds
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
         share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
-        if self._tried is not None and before is not way:
-            seconds = (self._beside if way is self.way else self._known[way].goodput).step_seconds
+        tried = None if self._tried is None else self._known[self._tried]
+        if tried is not None and is_first:
+            seconds = (tried.beside if way is self.way else tried.goodput).step_seconds
             if seconds == 0:
                 return
-        owed = share if way.drafts else 0.0
         if way.drafts:
-            waited += _UNSEEN * seconds
-        self._known[way].goodput.observe(num_tokens, seconds + owed, waited)
-        if self._tried is None:
+            waited += share + _UNSEEN * seconds
+        self._known[way].goodput.observe(num_tokens, seconds, waited)
+        if tried is None:
             return
         if way is self.way:
-            self._beside.observe(num_tokens, seconds + owed, waited)
-        if min(self._beside.num_seen, self._known[self._tried].goodput.num_seen) >= self._trial_steps:
-            self._conclude(self._tried)
+            tried.beside.observe(num_tokens, seconds, waited)
+        if min(tried.beside.num_seen, tried.goodput.num_seen) >= self._trial_steps:
+            self._conclude()
 
     @property
     def _now(self) -> _Goodput:
@@ -231,17 +247,24 @@ class Ways:
 
     def _begin_trial(self, way: Way) -> None:
         self._trial_steps = self._enough_steps
-        self._tried, self._num_begun = way, 0
-        self._known[way].goodput, self._beside = _Goodput(), _Goodput()
+        self._tried, self._num_begun, self._num_told = way, 0, 0
+        known = self._known[way]
+        if not known.is_unfinished:
+            known.goodput, known.beside = _Goodput(), _Goodput()
+        known.is_unfinished = False
         self._note_due()
 
-    def _conclude(self, tried: Way) -> None:
+    def _conclude(self) -> None:
         """The trial has ended: takes the better way, and says when the other is tried again."""
+        tried = self._tried
+        assert tried is not None
         found, before = self._learn(tried), self.way
         self._known[tried].num_in_vain += 1
         if self.times(tried) > _KEEP:
             self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
             self.way = tried
+            for known in self._known.values():
+                known.is_unfinished = False
         self._tried = None
         self._best_times = max(map(self.times, Way))
         other = tried if self.way is before else before
@@ -257,7 +280,7 @@ class Ways:
 
     def _learn(self, tried: Way) -> float:
         """How many times as much it brought in its trial."""
-        rate, now = self._known[tried].goodput.rate, self._beside.rate
+        rate, now = self._known[tried].goodput.rate, self._known[tried].beside.rate
         if min(rate, now) <= 0:
             return 0.0
         pair = frozenset((tried, self.way))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from statistics import mean
 
 import pytest
 
@@ -20,13 +21,13 @@ def serve(ways: Ways, worker: Worker, num_steps: int, seed: int = 1) -> tuple[fl
     gone = dict.fromkeys(Way, 0.0)
     for _ in range(num_steps):
         way = ways.choose(may_try=True)
-        mean, took = worker[way]
-        brought = 1 + sum(rng.random() < (mean - 1) / 6 for _ in range(6))
+        expected, took = worker[way]
+        brought = 1 + sum(rng.random() < (expected - 1) / 6 for _ in range(6))
         took *= rng.lognormvariate(0, 0.05)
         ways.observe(way, brought, took, 0.0)
         seconds, num_tokens = seconds + took, num_tokens + brought
         gone[way] += 1 / num_steps
-    return num_tokens / seconds / max(mean / took for mean, took in worker.values()), gone
+    return num_tokens / seconds / max(tokens / took for tokens, took in worker.values()), gone
 
 
 def worker(plain: tuple[float, float], chain: tuple[float, float], tree: tuple[float, float]) -> Worker:
@@ -36,16 +37,22 @@ def worker(plain: tuple[float, float], chain: tuple[float, float], tree: tuple[f
 @pytest.mark.parametrize("best", Way)
 @pytest.mark.parametrize(("second", "third"), [(0.8, 0.6), (0.5, 0.5), (0.9, 0.3)])
 def test_the_best_of_three_is_gone(best: Way, second: float, third: float) -> None:
-    """Whichever it is, and in whatever order the others come."""
+    """Whichever it is, and in whatever order the others come: on average, as a second best of nine tenths may be gone
+    for a while by chance."""
+    reached, shares = [], []
+    tokens = {Way.PLAIN: 1.0, Way.CHAIN: 2.5, Way.TREE: 3.5}
     for others in itertools.permutations(way for way in Way if way is not best):
         rates = {best: 1.0, others[0]: second, others[1]: third}
-        tokens = {Way.PLAIN: 1.0, Way.CHAIN: 2.5, Way.TREE: 3.5}
         at_work = {way: (tokens[way], 0.02 * tokens[way] / rate) for way, rate in rates.items()}
-        ways = Ways()
-        serve(ways, at_work, 2000)
-        rate, gone = serve(ways, at_work, 6000, seed=2)
-        assert gone[best] > 0.85
-        assert rate > 0.97
+        for seed in range(1, 9):
+            ways = Ways()
+            serve(ways, at_work, 2000, seed)
+            rate, gone = serve(ways, at_work, 6000, seed=-seed)
+            reached.append(rate)
+            shares.append(gone[best])
+    assert mean(shares) > 0.88
+    assert mean(reached) > 0.98
+    assert min(reached) > 0.95
 
 
 def steps_until(ways: Ways, at_work: Worker, wanted: Way) -> int:
@@ -76,6 +83,67 @@ def test_of_two_that_bring_the_same_none_costs_much() -> None:
     rate, gone = serve(ways, at_work, 10_000, seed=2)
     assert rate > 0.98
     assert gone[Way.PLAIN] < 0.02
+
+
+WORSE = worker((1.0, 0.02), (2.5, 0.1), (3.5, 0.14))
+"""Where drafting brings half of plain, or less."""
+
+
+@pytest.mark.parametrize("share", [0.8, 0.95, 0.98])
+def test_where_most_steps_carry_prompts_what_is_worse_is_left_all_the_same(share: float) -> None:
+    """These are never told of."""
+    ways, rng = Ways(), random.Random(1)
+    for _ in range(2):
+        gone = dict.fromkeys(Way, 0)
+        for _ in range(1000):
+            way = ways.choose(may_try=True)
+            gone[way] += 1
+            while rng.random() < share:
+                gone[ways.choose(may_try=True)] += 1
+            ways.observe(way, round(WORSE[way][0]), WORSE[way][1], 0.0)
+    assert gone[Way.PLAIN] > 0.9 * sum(gone.values())
+
+
+@pytest.mark.parametrize("num_forced", [1, 2, 3])
+def test_steps_that_nobody_chose_keep_nothing_from_being_compared(num_forced: int) -> None:
+    """Such as are plain because no drafter is ready."""
+    ways = Ways()
+    for _ in range(2000):
+        for _ in range(num_forced):
+            ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+        way = ways.choose(may_try=True)
+        ways.observe(way, round(WORSE[way][0]), WORSE[way][1], 0.0)
+    assert ways.way is Way.PLAIN
+
+
+def test_what_is_tried_is_not_judged_by_steps_in_which_hardly_anybody_may_have_it() -> None:
+    ways = Ways()
+    serve(ways, WORSE, 2000)
+    assert ways.way is Way.PLAIN
+    num_tried = 0
+    for step in range(20_000):  # by now it pays, but in two of three steps a tree is a plain step that takes longer
+        many = step // 4 % 3 == 0
+        way = ways.choose(may_try=many)
+        num_tried += way.drafts
+        pays = way.drafts and many
+        ways.observe(way, 3 if pays else 1, 0.03 if pays else 0.021 if way.drafts else 0.02, 0.0)
+        if ways.way.drafts:
+            return
+    pytest.fail(f"{num_tried} steps had drafts")
+
+
+def test_what_was_spent_so_that_sequences_have_drafts_counts_once() -> None:
+    """0.35 s for 100 tokens, of which a tree brings two in 0.01 s, and a plain step one."""
+    ways, left = Ways(), 0
+    for _ in range(3000):
+        if left <= 0:
+            ways.charge(0.35, 100)
+            left = 100
+        way = ways.choose(may_try=True)
+        brought = 2 if way.drafts else 1
+        ways.observe(way, brought, 0.01, 0.0)
+        left -= brought
+    assert ways.times(Way.PLAIN) == pytest.approx(100 / (2 / 0.017), abs=0.03)
 
 
 def test_chains_and_trees_are_not_tried_without_whom_to_try_them_with() -> None:
