@@ -111,7 +111,10 @@ class Engine:
             _commit(pool)
         elif model.device.type == "cpu":
             self._ahead = CommitAhead(pool)
-        host = None if settings.host_cache_gib is None else make_host_tier(pool, settings.host_cache_gib)
+        host = None
+        if settings.host_cache_gib is not None:
+            promised = 0 if self._ahead is None else self._ahead.num_bytes
+            host = make_host_tier(pool, settings.host_cache_gib, promised)
         # Captured steps fill themselves up in a block that is nobody's.
         has_scratch = isinstance(model.attention_kernels, TritonKernels) and num_blocks > 1
         self._scratch_block = num_blocks - 1 if has_scratch else None

@@ -41,14 +41,15 @@ class HostPool(BlockMover):
             torch.cuda.current_stream(self._pool.data.device).synchronize()
 
 
-def make_host_tier(pool: KVPool, gib: float) -> HostTier:
-    """A host tier of so many GiB for the blocks of `pool`. Raises StartupError if there is no such memory."""
+def make_host_tier(pool: KVPool, gib: float, num_promised_bytes: int = 0) -> HostTier:
+    """A host tier of so many GiB for the blocks of `pool`, beside what is promised to others and not taken yet. Raises
+    StartupError if there is no such memory."""
     num_bytes = int(gib * 2**30)
     num_slots = num_bytes // pool.block_num_bytes
     if num_slots < 1:
         raise StartupError(f"host_cache_gib is {gib}: a KV block alone takes {pool.block_num_bytes / 2**30:.3f}")
     # Asked first: memory that a container may not use is given all the same, and costs the process its life later.
-    available = available_memory()
+    available = max(0, available_memory() - num_promised_bytes)
     if num_bytes > available:
         raise StartupError(f"host_cache_gib is {gib}: {available / 2**30:.3f} GiB of RAM are free")
     try:

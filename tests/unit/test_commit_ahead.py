@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +99,30 @@ def test_where_it_cannot_be_had_nothing_is_lost(monkeypatch: pytest.MonkeyPatch)
     ahead.join()
     pool.data[0] = 1.0
     assert bool((pool.data[0] == 1.0).all())
+
+
+def test_without_a_thread_to_be_had_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ahead = CommitAhead(pool_of(4 * MIB))
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    ahead.keep(0)
+    ahead.join()
+
+
+@needs_it
+def test_a_machine_that_stood_still_is_no_reason_to_rest_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    times = itertools.count(step=60.0)
+    monkeypatch.setattr(commit_ahead, "_REST", 4.0)
+    clock = SimpleNamespace(perf_counter=lambda: next(times), sleep=rests.append)
+    monkeypatch.setattr(commit_ahead, "time", clock)
+    ahead = CommitAhead(pool_of(8 * MIB))
+    ahead.keep(0)
+    ahead.join()
+    assert len(rests) == 4
+    assert max(rests) <= 0.1
 
 
 def test_blocks_that_were_used_are_used_again_before_others() -> None:

@@ -146,6 +146,8 @@ def test_memory_that_is_not_there_is_asked_for_in_vain(monkeypatch: pytest.Monke
         make_host_tier(kv_pool(), 1e-7)
     with pytest.raises(StartupError, match=r"host_cache_gib is 1000000.0: \d+\.\d+ GiB of RAM are free"):
         make_host_tier(kv_pool(), 1e6)
+    with pytest.raises(StartupError, match=r"host_cache_gib is 0.001: 0.000 GiB of RAM are free"):
+        make_host_tier(kv_pool(), 0.001, num_promised_bytes=10**15)
 
     def no_memory(pool: KVPool, num_slots: int) -> HostPool:
         raise MemoryError
