@@ -100,7 +100,11 @@ def generate(
     ] = None,
     sources: Annotated[
         list[DraftSource] | None,
-        typer.Option("--source", help="Who may draft; may be given often.", show_default="whoever there is"),
+        typer.Option(
+            "--source",
+            help="Who may draft: a draft worker's model, copies, the target itself; may be given often.",
+            show_default="whoever there is",
+        ),
     ] = None,
     show_speculation: Annotated[
         bool, typer.Option("--show-speculation", help="Colour accepted, rejected and recovered tokens.")

@@ -80,8 +80,9 @@ def summary(usage: inference_pb2.Usage) -> str:
     else:
         parts.append(f"α {alpha:.2f} ({usage.accepted_tokens} of {usage.draft_tokens} draft tokens kept)")
         parts.append(f"{1 + usage.accepted_tokens / max(usage.rounds, 1):.2f} tokens per round")
-        if {its.source for its in usage.by_source} - {inference_pb2.DRAFT_SOURCE_MODEL}:
-            kept = [f"{its.accepted_tokens} by {SOURCE_NAMES[its.source]}" for its in usage.by_source]
+        by_source = sorted(usage.by_source, key=lambda its: its.source)
+        if by_source:
+            kept = [f"{its.accepted_tokens} by {SOURCE_NAMES[its.source]}" for its in by_source]
             parts.append("kept " + ", ".join(kept))
     parts.append(f"prefix hit {usage.cached_tokens}/{usage.prompt_tokens}")
     return " · ".join(parts)

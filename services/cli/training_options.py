@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 OutArgument = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="Where it goes; one that was begun there is gone on with.")
+    Path, typer.Argument(metavar="FOLDER", help="Where it goes: empty, or what was begun there is gone on with.")
 ]
 TargetOption = Annotated[
     str, typer.Option(metavar="MODEL", help="Target: a local folder or a hub name.", show_default="the demo target")

@@ -105,7 +105,7 @@ def train_head(
     else:
         student = EagleStudent(teacher, wanted.num_steps)
     identity = f"{wanted.kind} of {wanted.num_steps} tokens for {_identity(teacher, text)}"
-    agreements = Trainer(teacher, student, corpus, folder, lessons, identity).run(on_progress)
+    agreements = _run(Trainer(teacher, student, corpus, folder, lessons, identity), on_stage, on_progress)
     on_stage("trying it in service")
     apart = max(_PROMPT_TOKENS, len(corpus.held_out) // _NUM_PROMPTS)
     prompts = [part[:_PROMPT_TOKENS].tolist() for part in torch.split(corpus.held_out, apart)][:_NUM_PROMPTS]
@@ -133,10 +133,16 @@ def distill(
     draft = prune(teacher, importance, wanted.num_layers, wanted.width)
     student = DraftStudent(teacher, draft)
     identity = f"a draft of {wanted.num_layers} layers and width {wanted.width:g} of {_identity(teacher, text)}"
-    [agreement] = Trainer(teacher, student, corpus, folder, lessons, identity).run(on_progress)
+    [agreement] = _run(Trainer(teacher, student, corpus, folder, lessons, identity), on_stage, on_progress)
     num_rows = min(len(corpus.held_out) // lessons.length, _ACCEPTANCE_ROWS)
     rows = corpus.held_out[: num_rows * lessons.length].view(num_rows, lessons.length)
     return MadeDraft(teacher.name, draft.num_parameters(), agreement, acceptance(student, teacher, rows))
+
+
+def _run(trainer: Trainer, on_stage: Callable[[str], None], on_progress: Callable[[Progress], None]) -> list[float]:
+    if trainer.share > 0:
+        on_stage(f"going on with what was begun there, at {trainer.share:.0%}")
+    return trainer.run(on_progress)
 
 
 def _prepare(

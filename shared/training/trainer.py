@@ -57,7 +57,7 @@ class Trainer:
         self, teacher: Teacher, student: Student, corpus: Corpus, folder: Path, lessons: Lessons, identity: str
     ) -> None:
         """`identity`: what is learnt from what. Raises StartupError if the folder cannot be written to, or holds the
-        state of another training."""
+        state of another training, or anything else and no such state: what was made there before is not lost."""
         self._teacher = teacher
         self._student = student
         self._corpus = corpus
@@ -78,9 +78,26 @@ class Trainer:
             raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
         self._resume()
 
+    @property
+    def share(self) -> float:
+        """Of its time, what is over."""
+        return min(1.0, self._seconds / (60 * self._lessons.minutes))
+
     def run(self, on_progress: Callable[[Progress], None]) -> list[float]:
         """Trains until the time is over or nothing improves; writes the best, and returns its agreement by depth with
-        the target on held-out text."""
+        the target on held-out text. Interrupted, it goes on from there the next time, and else from the latest look at
+        it."""
+        try:
+            loss = self._train(on_progress)
+        except KeyboardInterrupt:
+            self._keep()
+            raise
+        self._student.module.load_state_dict(self._weights)
+        self._student.write(self._folder)
+        on_progress(Progress(1.0, self._step, loss, self._best))
+        return self._best
+
+    def _train(self, on_progress: Callable[[Progress], None]) -> float:
         lessons = self._lessons
         batches = self._corpus.batches(lessons.num_rows, lessons.length, lessons.seed, first=self._step)
         began = time.monotonic() - self._seconds
@@ -101,10 +118,7 @@ class Trainer:
         if not self._done:
             self._done = True
             self._check()
-        self._student.module.load_state_dict(self._weights)
-        self._student.write(self._folder)
-        on_progress(Progress(1.0, self._step, loss, self._best))
-        return self._best
+        return loss
 
     def _learn(self, batch: Tensor, share: float) -> float:
         rate = self._lessons.peak_rate * min(1.0, (self._step + 1) / _WARM_UP_STEPS)
@@ -134,10 +148,13 @@ class Trainer:
             self._weights = {name: each.clone() for name, each in self._student.module.state_dict().items()}
         else:
             self._num_worse += 1
+        self._keep()
+        return found
+
+    def _keep(self) -> None:
         new = self._folder / f"{_STATE}.new"
         torch.save(self._state(), new)
         new.replace(self._folder / _STATE)
-        return found
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -155,6 +172,8 @@ class Trainer:
     def _resume(self) -> None:
         path = self._folder / _STATE
         if not path.is_file():
+            if any(each.name != f"{_STATE}.new" for each in self._folder.iterdir()):
+                raise StartupError(f"folder {self._folder} is not empty, and nothing was begun there: name another")
             return
         try:
             state = torch.load(path, weights_only=True)

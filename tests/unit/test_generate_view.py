@@ -120,9 +120,11 @@ def test_summary_line() -> None:
 
 def test_the_summary_says_whose_tokens_were_kept() -> None:
     told = usage([(4, 3)], output_tokens=8, draft_tokens=4, accepted_tokens=3, rounds=4, total_seconds=1.0)
-    for source, kept in ((inference_pb2.DRAFT_SOURCE_MODEL, 1), (inference_pb2.DRAFT_SOURCE_TARGET, 2)):
+    for source, kept in ((inference_pb2.DRAFT_SOURCE_TARGET, 2), (inference_pb2.DRAFT_SOURCE_MODEL, 1)):
         told.by_source.add(source=source, accepted_tokens=kept)
     assert " · kept 1 by model, 2 by target · " in summary(told)
+    del told.by_source[0]
+    assert " · kept 1 by model · " in summary(told)
 
 
 def test_summary_without_speculation() -> None:

@@ -137,6 +137,30 @@ def test_it_learns_goes_on_and_can_be_loaded(kind: str, target: Path, corpus: Co
         assert callable(load_head(str(tmp_path), CausalLM.load(str(target), device="cpu")))
 
 
+def test_interrupted_it_goes_on_from_there_and_a_model_is_not_overwritten(
+    teacher: Teacher, corpus: Corpus, tmp_path: Path
+) -> None:
+    rarely = replace(LESSONS, check_seconds=1e9)
+
+    def trainer(lessons: Lessons) -> Trainer:
+        return Trainer(teacher, MedusaStudent(teacher, 1), corpus, tmp_path, lessons, "medusa")
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(rarely).run(stop_after(20))
+    seen: list[Progress] = []
+    again = trainer(rarely)
+    assert again.share > 0
+    with pytest.raises(KeyboardInterrupt):
+        again.run(lambda progress: seen.append(progress) or stop_after(40)(progress))
+    assert seen[0].step in (20, 21)
+    trainer(replace(rarely, minutes=1e-6)).run(lambda _: None)
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith("training.pt")}
+    forget(tmp_path)
+    with pytest.raises(StartupError, match="is not empty, and nothing was begun there"):
+        trainer(LESSONS)
+    assert all((tmp_path / name).read_bytes() == content for name, content in made.items())
+
+
 def test_what_improves_no_more_ends_early(teacher: Teacher, corpus: Corpus, tmp_path: Path) -> None:
     class Stubborn:
         """Says the same whatever it is taught."""
