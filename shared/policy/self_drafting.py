@@ -159,7 +159,7 @@ class SelfDraftingPolicy:
         before = at.step_seconds(way)
         if seconds > _MOST_TIMES * before:
             seconds = min(seconds, _MOST_TIMES * max(before, plain))
-        at.observe(way, num_tokens, seconds, self.waited(load, way))
+        at.observe(way, num_tokens, seconds, min(at.waited(way), _MOST_WAITED * plain))
 
     def _expected(self, num_left: int) -> float:
         """How many of so many tokens that a sequence may still write it will, as far as others tell: clients allow for

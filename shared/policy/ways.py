@@ -10,6 +10,7 @@ from typing import Final
 
 # Of what steps brought so much is remembered, in steps.
 _MEMORY_STEPS: Final = 50.0
+_KEPT: Final = 1 - 1 / _MEMORY_STEPS
 # And a trial's outcome counts so much against those of the trials before it, or more while these are few.
 _TRIAL_WEIGHT: Final = 0.3
 # What was not tried yet is tried for so many steps, and so is again what seemed to be worse: for more where they are
@@ -71,12 +72,11 @@ class _Goodput:
         return self._seconds / self.num_steps if self.num_steps else 0.0
 
     def observe(self, num_tokens: int, seconds: float, waited: float) -> None:
-        keep = 1 - 1 / _MEMORY_STEPS
         self.num_seen += 1
-        self.num_steps = self.num_steps * keep + 1
-        self._tokens = self._tokens * keep + num_tokens
-        self._seconds = self._seconds * keep + seconds
-        self._waited = self._waited * keep + waited
+        self.num_steps = self.num_steps * _KEPT + 1
+        self._tokens = self._tokens * _KEPT + num_tokens
+        self._seconds = self._seconds * _KEPT + seconds
+        self._waited = self._waited * _KEPT + waited
 
 
 class _Known:

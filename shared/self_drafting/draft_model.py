@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -51,7 +51,9 @@ class DraftModel:
         self._full: dict[int, bytes] = {}
         runner.pool.on_copied = self._forget
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
+    def observe(
+        self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], followed: Collection[Sequence]
+    ) -> None:
         """It needs nothing but the tokens."""
 
     def num_lacking(self, sequence: Sequence) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
@@ -42,10 +43,12 @@ class SelfDrafter(Protocol):
     @property
     def uses_kv(self) -> bool: ...
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
+    def observe(
+        self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], followed: Collection[Sequence]
+    ) -> None:
         """A step is computed. `captured` `[T, layers, hidden]`: what it was asked to keep of its packed tokens;
-        `sampled`: what each scheduled sequence with rows gains, and has not taken in yet. `follows`: whether it is
-        worth its time to take in what only drafts need; a sequence that was left out so may stay out."""
+        `sampled`: what each scheduled sequence with rows gains, and has not taken in yet. `followed`: for whom it
+        is worth its time to take in what only drafts need; a sequence that was left out so may stay out."""
 
     def num_lacking(self, sequence: Sequence) -> int:
         """Tokens of one that decodes which it would have to take in so as to be ready; 0 if it is, or cannot be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -169,7 +169,9 @@ class Eagle:
         self._followed: WeakSet[Sequence] = WeakSet()
         self._left_out: WeakSet[Sequence] = WeakSet()
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
+    def observe(
+        self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], followed: Collection[Sequence]
+    ) -> None:
         assert captured is not None
         if self._left_out.issuperset(item.sequence for item in plan.scheduled):
             return
@@ -178,7 +180,7 @@ class Eagle:
             sequence = item.sequence
             is_prompt = item.num_tokens > item.num_rows
             if not is_prompt and sequence not in self._followed:
-                if sequence in self._left_out or not follows or sequence.params.self_draft is None:
+                if sequence in self._left_out or sequence not in followed:
                     self._leave_out(sequence)
                     continue
                 self._followed.add(sequence)
@@ -193,7 +195,7 @@ class Eagle:
             if len(pending.following) > _MOST_PENDING:
                 full[sequence] = is_prompt
         # Others may find a prompt in the cache, and go on from what the head made of it.
-        self._take_in([sequence for sequence, is_prompt in full.items() if is_prompt or follows])
+        self._take_in([sequence for sequence, is_prompt in full.items() if is_prompt or sequence in followed])
         for sequence in full:
             if sequence in self._pending:
                 self._leave_out(sequence)

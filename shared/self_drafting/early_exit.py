@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as List
 
 from torch import Tensor
@@ -28,7 +29,9 @@ class EarlyExit:
         """`runner`: of these layers, over the target's own pool."""
         self._runner = runner
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
+    def observe(
+        self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], followed: Collection[Sequence]
+    ) -> None:
         """It needs nothing but the tokens."""
 
     def num_lacking(self, sequence: Sequence) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as List
 from weakref import WeakKeyDictionary
 
@@ -63,14 +64,17 @@ class Medusa:
     def most_steps(self) -> int:
         return len(self._heads)
 
-    def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], follows: bool) -> None:
+    def observe(
+        self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens], followed: Collection[Sequence]
+    ) -> None:
         assert captured is not None
         self._drafting, self._logits = {}, {}
-        if not follows:
-            for item in plan.scheduled:
+        for item in plan.scheduled:
+            if item.sequence not in followed:
                 self._hidden.pop(item.sequence, None)
+        if not followed:
             return
-        kept = [each for each in kept_tokens(plan, sampled) if each.item.num_rows]
+        kept = [each for each in kept_tokens(plan, sampled) if each.item.num_rows and each.item.sequence in followed]
         if kept:
             last = captured[:, 0].index_select(0, torch.tensor([each.places[-1] for each in kept]).to(captured.device))
             self._hidden.update(zip((each.item.sequence for each in kept), last.unbind(), strict=True))

@@ -38,6 +38,9 @@ _MOST_NODES = 16
 # What a round of the drafter brought counts so much against those before it.
 _WEIGHT = 0.05
 _PLAIN_STEPS_APART = 4
+# Plain steps where no drafts are to be expected are told of so many at a time: what takes 10 µs behind a step, as
+# nothing of it is in the caches, takes three the next time.
+_TOLD_TOGETHER = 8
 
 
 @dataclass(slots=True)
@@ -80,18 +83,20 @@ class SelfDrafting:
         # Of these, who may have of a drafter what pays.
         self._num_free = 0
         self._free: set[Sequence] = set()
-        # Whether drafts of the drafter's are to be expected of any, and what they have of it in this step.
-        self._expects = False
+        # Of whom drafts of the drafter's are to be expected, and what they have of it in this step.
+        self._expected: List[Sequence] = []
         self._way = Way.PLAIN
         # Whether it matters what was decided: not where copies leave the drafter nobody to draft for.
         self._matters = True
-        self._spent = 0.0
+        # In seconds, choosing included; and that alone.
+        self._spent = self._chose = 0.0
         # How long that step's sequences were waiting for their owners alone: who took part in the one before, when that
         # ended.
         self._waited = 0.0
         self._going_on: frozenset[Sequence] = frozenset()
         self._ended = 0.0
         self._num_plain = 0
+        self._untold: list[tuple[int, Way, int, float, float]] = []
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
 
@@ -111,7 +116,7 @@ class SelfDrafting:
     def propose(self, scheduler: Scheduler) -> None:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
-        self._load, self._num_free, self._way, self._spent, self._expects = 0, 0, Way.PLAIN, 0.0, False
+        self._load, self._num_free, self._way, self._spent, self._expected = 0, 0, Way.PLAIN, 0.0, []
         self._matters = True
         self._sweep(scheduler)
         decoding = scheduler.decoding()
@@ -125,7 +130,7 @@ class SelfDrafting:
         self._load = len(decoding)
         self._num_free = _num_free(wanting)
         drafting = self._who_may_draft(wanting)
-        self._expects = bool(drafting)
+        self._expected = drafting
         copying = self._who_may_copy(wanting)
         if not drafting and not copying:
             return
@@ -144,6 +149,8 @@ class SelfDrafting:
         self._grown = {each: (tree, len(each.token_ids)) for each, tree in grown.items()}
         self._spent = self._clock() - began
         self._choose(scheduler, copied, grown, room)
+        self._chose = self._clock() - began - self._spent
+        self._spent += self._chose
 
     def planned(self, plan: StepPlan | None) -> bool:
         if not self._rounds:
@@ -157,15 +164,18 @@ class SelfDrafting:
         if self._growth is None:
             return
         try:
-            self._growth.drafter.observe(plan, captured, sampled, self._observes(plan))
+            self._growth.drafter.observe(plan, captured, sampled, self._followed(plan))
         except Exception as error:
             self._drafter_failed(error)
 
-    def _observes(self, plan: StepPlan) -> bool:
-        """Whether a drafter is to keep up with the sequences of that step: with those that are to have drafts of it,
-        and with those that begin where drafts are to be expected of as many."""
-        fixed = any(is_fixed(each.sequence) and _may_have(each.sequence, "target") for each in plan.scheduled)
-        return fixed or self._expects or self._policy.follows(max(len(plan.scheduled), self._soon))
+    def _followed(self, plan: StepPlan) -> set[Sequence]:
+        """With whom of that step a drafter is to keep up: with those that are to have drafts of it, and with those that
+        begin where drafts are to be expected of as many."""
+        scheduled = [item.sequence for item in plan.scheduled]
+        followed = set(self._expected).intersection(scheduled)
+        expected = self._policy.follows(max(len(scheduled), self._soon))
+        followed.update(each for each in scheduled if (expected or is_fixed(each)) and _may_have(each, "target"))
+        return followed
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
         for sequence, (tree, position) in self._grown.items():
@@ -192,7 +202,11 @@ class SelfDrafting:
             if is_fixed(sequence):  # which says nothing of whether drafting pays
                 num_tokens -= len(sequence.token_ids) - found.position
         # By the load for which it was decided.
-        self._policy.observe(self._soon, self._way, num_tokens, seconds + self._spent, self._waited)
+        self._untold.append((self._soon, self._way, num_tokens, seconds + self._spent, self._waited))
+        if self._expected or self._way.drafts or len(self._untold) == _TOLD_TOGETHER:
+            for told in self._untold:
+                self._policy.observe(*told)
+            self._untold.clear()
 
     def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence]) -> None:
         if gone := self._free.difference(wanting):
@@ -242,7 +256,7 @@ class SelfDrafting:
         sources = found.proposal.sources
         path = found.proposal.path(sequence.token_ids[found.position :])
         num_verified = sum(len(each.proposal) for each in self._rounds.values())
-        verifying = self._policy.step_seconds(self._load, num_verified) - plain
+        verifying = self._policy.step_seconds(self._load, num_verified) - plain + self._chose
         spent = looking + verifying * sources.count("suffix") / num_verified
         return sum(sources[i] == "suffix" for i in path), spent / share
 
