@@ -90,6 +90,8 @@ class SelfDrafting:
         self._matters = True
         # In seconds, choosing included; and that alone.
         self._spent = self._chose = 0.0
+        # What of a step only drafts need: where none are had it is not plain decoding's.
+        self._observed = 0.0
         # How long that step's sequences were waiting for their owners alone: who took part in the one before, when that
         # ended.
         self._waited = 0.0
@@ -163,10 +165,12 @@ class SelfDrafting:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         if self._growth is None:
             return
+        began = self._clock()
         try:
             self._growth.drafter.observe(plan, captured, sampled, self._followed(plan))
         except Exception as error:
             self._drafter_failed(error)
+        self._observed = self._clock() - began
 
     def _followed(self, plan: StepPlan) -> set[Sequence]:
         """With whom of that step a drafter is to keep up: with those that are to have drafts of it, and with those that
@@ -202,7 +206,8 @@ class SelfDrafting:
             if is_fixed(sequence):  # which says nothing of whether drafting pays
                 num_tokens -= len(sequence.token_ids) - found.position
         # By the load for which it was decided.
-        self._untold.append((self._soon, self._way, num_tokens, seconds + self._spent, self._waited))
+        seconds += self._spent - (0.0 if self._way.drafts else self._observed)
+        self._untold.append((self._soon, self._way, num_tokens, seconds, self._waited))
         if self._expected or self._way.drafts or len(self._untold) == _TOLD_TOGETHER:
             for told in self._untold:
                 self._policy.observe(*told)

@@ -150,8 +150,13 @@ def test_interrupted_it_goes_on_from_there_and_a_model_is_not_overwritten(
     seen: list[Progress] = []
     again = trainer(rarely)
     assert again.share > 0
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        stop_after(40)(progress)
+
     with pytest.raises(KeyboardInterrupt):
-        again.run(lambda progress: seen.append(progress) or stop_after(40)(progress))
+        again.run(on_progress)
     assert seen[0].step in (20, 21)
     trainer(replace(rarely, minutes=1e-6)).run(lambda _: None)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith("training.pt")}
