@@ -121,12 +121,12 @@ def test_what_is_tried_is_not_judged_by_steps_in_which_hardly_anybody_may_have_i
     serve(ways, WORSE, 2000)
     assert ways.way is Way.PLAIN
     num_tried = 0
-    for step in range(20_000):  # by now it pays, but in two of three steps a tree is a plain step that takes longer
-        many = step // 4 % 3 == 0
+    for step in range(40_000):  # by now it pays, but in 19 of 20 steps a tree is a plain step that takes longer
+        many = step % 40 < 2
         way = ways.choose(may_try=many)
         num_tried += way.drafts
         pays = way.drafts and many
-        ways.observe(way, 3 if pays else 1, 0.03 if pays else 0.021 if way.drafts else 0.02, 0.0)
+        ways.observe(way, 3 if pays else 1, 0.03 if pays else 0.025 if way.drafts else 0.02, 0.0)
         if ways.way.drafts:
             return
     pytest.fail(f"{num_tried} steps had drafts")
