@@ -119,7 +119,7 @@ class SelfDrafting:
         self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
         self._load, self._num_free, self._way, self._spent, self._expected = 0, 0, Way.PLAIN, 0.0, []
-        self._matters = True
+        self._matters, self._observed = True, 0.0
         self._sweep(scheduler)
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
@@ -133,6 +133,8 @@ class SelfDrafting:
         self._num_free = _num_free(wanting)
         drafting = self._who_may_draft(wanting)
         self._expected = drafting
+        if drafting:  # before anything is decided
+            self._tell()
         copying = self._who_may_copy(wanting)
         if not drafting and not copying:
             return
@@ -170,7 +172,7 @@ class SelfDrafting:
             self._growth.drafter.observe(plan, captured, sampled, self._followed(plan))
         except Exception as error:
             self._drafter_failed(error)
-        self._observed = self._clock() - began
+        self._observed += self._clock() - began
 
     def _followed(self, plan: StepPlan) -> set[Sequence]:
         """With whom of that step a drafter is to keep up: with those that are to have drafts of it, and with those that
@@ -208,10 +210,13 @@ class SelfDrafting:
         # By the load for which it was decided.
         seconds += self._spent - (0.0 if self._way.drafts else self._observed)
         self._untold.append((self._soon, self._way, num_tokens, seconds, self._waited))
-        if self._expected or self._way.drafts or len(self._untold) == _TOLD_TOGETHER:
-            for told in self._untold:
-                self._policy.observe(*told)
-            self._untold.clear()
+        if self._expected or len(self._untold) == _TOLD_TOGETHER:
+            self._tell()
+
+    def _tell(self) -> None:
+        for told in self._untold:
+            self._policy.observe(*told)
+        self._untold.clear()
 
     def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence]) -> None:
         if gone := self._free.difference(wanting):

@@ -176,6 +176,36 @@ def test_a_head_takes_in_nothing_for_sequences_that_begin_while_it_does_not_pay_
     assert num_drafted > 0
 
 
+def test_nothing_is_decided_before_what_all_steps_brought_is_told(tmp_path: Path) -> None:
+    """Plain steps are told of together as long as no drafts are to be expected."""
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2)
+    proposer, _ = drafting_of(engine)
+    policy, expects, told = proposer._policy, False, 0
+
+    def observe(*_: Any) -> None:
+        nonlocal told
+        told += 1
+
+    policy.follows = lambda *_: expects  # type: ignore[method-assign]
+    policy.observe = observe  # type: ignore[assignment,method-assign]
+    told_when_asked: list[int] = []
+
+    def way(*_: Any) -> Way:
+        told_when_asked.append(told)
+        return Way.PLAIN
+
+    policy.way = way  # type: ignore[assignment,method-assign]
+    engine.scheduler.add(sequence(next(random_prompts(10)), max_tokens=60, self_draft=SelfDraft()))
+    engine.step()  # its prompt
+    for _ in range(11):
+        engine.step()
+    assert told == 8
+    expects = True
+    for _ in range(4):
+        engine.step()
+    assert told_when_asked == [11, 12, 13, 14]
+
+
 def test_what_has_begun_with_a_head_goes_on_without_once_that_does_not_pay(tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     engine = engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"), num_blocks=80)
