@@ -73,10 +73,14 @@ class Trainer:
         self._weights: dict[str, Tensor] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            is_fresh = not (folder / _STATE).is_file()
+            if is_fresh and any(each.name != f"{_STATE}.new" for each in folder.iterdir()):
+                raise StartupError(f"folder {folder} is not empty, and nothing was begun there: name another")
             (folder / f"{_STATE}.new").touch()
         except OSError as error:
             raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
-        self._resume()
+        if not is_fresh:
+            self._resume()
 
     @property
     def share(self) -> float:
@@ -171,10 +175,6 @@ class Trainer:
 
     def _resume(self) -> None:
         path = self._folder / _STATE
-        if not path.is_file():
-            if any(each.name != f"{_STATE}.new" for each in self._folder.iterdir()):
-                raise StartupError(f"folder {self._folder} is not empty, and nothing was begun there: name another")
-            return
         try:
             state = torch.load(path, weights_only=True)
             if state["identity"] != self._identity:

@@ -163,7 +163,7 @@ def test_interrupted_it_goes_on_from_there_and_a_model_is_not_overwritten(
     forget(tmp_path)
     with pytest.raises(StartupError, match="is not empty, and nothing was begun there"):
         trainer(LESSONS)
-    assert all((tmp_path / name).read_bytes() == content for name, content in made.items())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == made
 
 
 def test_what_improves_no_more_ends_early(teacher: Teacher, corpus: Corpus, tmp_path: Path) -> None:
