@@ -38,7 +38,8 @@ class CommitAhead:
     def __init__(self, pool: KVPool) -> None:
         self._pools = [pool] if pool.beside is None else [pool, pool.beside]
         self._num_blocks = pool.num_blocks
-        self._num_ahead = max(1, _AHEAD_BYTES // sum(each.block_num_bytes for each in self._pools))
+        self._block_num_bytes = sum(each.block_num_bytes for each in self._pools)
+        self._num_ahead = max(1, _AHEAD_BYTES // self._block_num_bytes)
         # Taken, or being taken.
         self._end = 0
         self._thread: threading.Thread | None = None
@@ -46,7 +47,7 @@ class CommitAhead:
     @property
     def num_bytes(self) -> int:
         """What the pool takes in the end."""
-        return sum(each.block_num_bytes for each in self._pools) * self._num_blocks
+        return self._block_num_bytes * self._num_blocks
 
     def keep(self, num_used: int) -> None:
         """As many blocks, the first of all, were in use by now. Returns at once."""
@@ -72,7 +73,7 @@ class CommitAhead:
         try:
             if sys.platform.startswith("linux"):  # elsewhere that is no thread's, and might be another process's
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            num_blocks = max(1, _CHUNK_BYTES // sum(each.block_num_bytes for each in self._pools))
+            num_blocks = max(1, _CHUNK_BYTES // self._block_num_bytes)
             for block in range(first, end, num_blocks):
                 began = time.perf_counter()
                 for pool in self._pools:
