@@ -39,17 +39,20 @@ _FORGOTTEN_OF_FOLLOWING: Final = 0.0005
 class SelfDraftingPolicy:
     """Decides, step by step, for all sequences of a worker that drafts for itself.
 
-    Plain steps, chains or trees: what brings most tokens a second goes on, as measured at that load, and what brings
-    less is tried again now and then, for a hundredth of the time at most. While drafting goes on, everything has its
-    price in the tokens that the time would bring otherwise: a further step of the drafter must promise more than it
-    takes, and so must each row of verification (of all sequences' draft tokens the likeliest, as many as bring most
-    tokens a second: the budget by survival of SmartSpec, Liu et al. 2024).
+    Plain steps, chains or trees: what brings most tokens a second goes on, as measured at that load, of greedy
+    sequences and of sampled ones apart, and what brings less is tried again now and then, for a hundredth of the time
+    at most. While drafting goes on, everything has its price in the tokens that the time would bring otherwise: a
+    further step of the drafter must promise more than it takes, and so must each row of verification (of all
+    sequences' draft tokens the likeliest, as many as bring most tokens a second: the budget by survival of SmartSpec,
+    Liu et al. 2024).
     """
 
     def __init__(self, costs: StepCosts) -> None:
         """`costs`: of the target's steps, as measured at warm-up."""
+        # Whether what is asked and told is of sequences most of which are sampled: these are harder to foresee.
+        self.sampled = False
         self._costs = VerifyCosts(costs)
-        self._loads: dict[int, Ways] = {}
+        self._loads: dict[tuple[int, bool], Ways] = {}
         # Of a step of the drafter that computes so many rows, by power of two.
         self._draft_seconds: dict[int, float] = {}
         self._num_measured: Counter[int] = Counter()
@@ -174,8 +177,8 @@ class SelfDraftingPolicy:
         return max(at.best_rate(), load / (self._costs.seconds(load, 0) + self.waited(load, Way.PLAIN)))
 
     def _at(self, load: int) -> Ways:
-        bucket = nearest_power(load)
-        found = self._loads.get(bucket)
+        kind = nearest_power(load), self.sampled
+        found = self._loads.get(kind)
         if found is None:
-            found = self._loads[bucket] = Ways()
+            found = self._loads[kind] = Ways()
         return found

@@ -1,4 +1,4 @@
-"""Ways that a target may go with as many sequences: which brings most, as found by trying the others."""
+"""Ways that a target may go with as many such sequences: which brings most, as found by trying the others."""
 
 from __future__ import annotations
 

@@ -127,6 +127,7 @@ class SelfDrafting:
         self._waited = self._clock() - self._ended if self._going_on.issuperset(decoding) else 0.0
         self._going_on = frozenset(decoding)
         self._tell_of_ended(scheduler, wanting)
+        self._note_kind(scheduler)
         if not wanting:  # what is done for others says nothing of who drafts
             return
         self._load = len(decoding)
@@ -217,6 +218,14 @@ class SelfDrafting:
         for told in self._untold:
             self._policy.observe(*told)
         self._untold.clear()
+
+    def _note_kind(self, scheduler: Scheduler) -> None:
+        """Whether most of whom it is to be decided for are sampled, those included that begin."""
+        free = [each for each in scheduler.sequences() if _is_free(each)]
+        sampled = 2 * sum(not each.params.greedy for each in free) > len(free)
+        if free and sampled is not self._policy.sampled:
+            self._tell()
+            self._policy.sampled = sampled
 
     def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence]) -> None:
         if gone := self._free.difference(wanting):

@@ -485,3 +485,16 @@ def test_what_a_drafter_takes_in_is_worth_what_is_written_not_what_might_be(
         policy.observe_ended(written)
         num_tokens += written
     assert num_tokens / seconds > 94
+
+
+def test_greedy_and_sampled_sequences_are_decided_for_apart() -> None:
+    """In turns of 100 steps: greedy ones have twice as much of drafts, sampled ones half."""
+    policy, shares = SelfDraftingPolicy(flat()), []
+    for turn in range(40):
+        policy.sampled = turn % 2 == 1
+        _, drafted = serve(policy, 1, 2.0 if not policy.sampled else 1.0, 0.01 if not policy.sampled else 0.02, 100)
+        shares.append(drafted)
+    assert min(shares[20::2]) > 0.75
+    assert max(shares[21::2]) < 0.25
+    assert sum(shares[20::2]) / 10 > 0.9
+    assert sum(shares[21::2]) / 10 < 0.1

@@ -351,3 +351,28 @@ def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_p
     share = 0.01 / 16
     assert sum(proposer._worth(each, 0.0)[1] for each in many) * share == pytest.approx(0.0005, rel=0.03)
     assert proposer._worth(many[0], share)[1] == pytest.approx(1 + 0.05, rel=0.01)
+
+
+def test_what_is_decided_is_by_whom_most_of_are_and_those_count_that_begin(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2)
+    proposer, _ = drafting_of(engine)
+    policy, prompts = proposer._policy, random_prompts(10)
+
+    def asked(temperature: float) -> EngineSequence:
+        return sequence(next(prompts), max_tokens=50, temperature=temperature, self_draft=SelfDraft())
+
+    engine.scheduler.add(asked(0.0))
+    engine.step()
+    assert not policy.sampled
+    for _ in range(2):
+        engine.scheduler.add(asked(1.0))
+    engine.step()
+    assert policy.sampled
+    for _ in range(3):
+        engine.scheduler.add(asked(0.0))
+    engine.step()
+    assert not policy.sampled
+    for _ in range(9):  # who drafts nothing is not asked
+        engine.scheduler.add(sequence(next(prompts), max_tokens=5, temperature=1.0))
+    while engine.step() is not None:
+        assert not policy.sampled
