@@ -24,7 +24,7 @@ from shared.training.medusa_student import MedusaStudent
 from shared.training.pruning import measure_importance, prune
 from shared.training.student import Student
 from shared.training.teacher import Teacher
-from shared.training.trainer import Lessons, Progress, Trainer, forget
+from shared.training.trainer import Lessons, Progress, Trainer, forget, is_begun
 
 __all__ = ["MadeDraft", "MadeHead", "Text", "WantedDraft", "WantedHead", "distill", "forget", "train_head"]
 
@@ -98,7 +98,7 @@ def train_head(
 
     Raises StartupError, with one clear line, if the target cannot be loaded or nothing can be learnt from the text.
     """
-    teacher, corpus, lessons = _prepare(target, text, minutes, on_stage)
+    teacher, corpus, lessons = _prepare(target, text, minutes, folder, on_stage)
     student: Student
     if wanted.kind == "medusa":
         student = MedusaStudent(teacher, wanted.num_steps)
@@ -126,7 +126,7 @@ def distill(
 
     Raises StartupError likewise, and for a target that nothing can be cut out of.
     """
-    teacher, corpus, lessons = _prepare(target, text, minutes, on_stage)
+    teacher, corpus, lessons = _prepare(target, text, minutes, folder, on_stage)
     on_stage("measuring what of the target matters")
     batches = corpus.batches(lessons.num_rows, lessons.length, lessons.seed)
     importance = measure_importance(teacher, itertools.islice(batches, _IMPORTANCE_BATCHES))
@@ -146,12 +146,13 @@ def _run(trainer: Trainer, on_stage: Callable[[str], None], on_progress: Callabl
 
 
 def _prepare(
-    target: str, text: Text, minutes: float, on_stage: Callable[[str], None]
+    target: str, text: Text, minutes: float, folder: Path, on_stage: Callable[[str], None]
 ) -> tuple[Teacher, Corpus, Lessons]:
     if not (math.isfinite(minutes) and minutes > 0):
         raise StartupError(f"minutes is {minutes}: it must be more than 0, and end")
     on_stage("loading the target")
     teacher = Teacher(target)
+    is_begun(folder)  # before anything is written or read for nothing
     lessons = Lessons(minutes, seed=text.seed)
     lessons = replace(lessons, length=min(lessons.length, teacher.config.max_position_embeddings))
     length = lessons.length

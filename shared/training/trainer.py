@@ -56,8 +56,8 @@ class Trainer:
     def __init__(
         self, teacher: Teacher, student: Student, corpus: Corpus, folder: Path, lessons: Lessons, identity: str
     ) -> None:
-        """`identity`: what is learnt from what. Raises StartupError if the folder cannot be written to, or holds the
-        state of another training, or anything else and no such state: what was made there before is not lost."""
+        """`identity`: what is learnt from what. Raises StartupError as `is_begun` does, and if the folder holds the
+        state of another training."""
         self._teacher = teacher
         self._student = student
         self._corpus = corpus
@@ -71,15 +71,7 @@ class Trainer:
         self._best: list[float] = []
         self._num_worse = 0
         self._weights: dict[str, Tensor] = {}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            is_fresh = not (folder / _STATE).is_file()
-            if is_fresh and any(each.name != f"{_STATE}.new" for each in folder.iterdir()):
-                raise StartupError(f"folder {folder} is not empty, and nothing was begun there: name another")
-            (folder / f"{_STATE}.new").touch()
-        except OSError as error:
-            raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
-        if not is_fresh:
+        if is_begun(folder):
             self._resume()
 
     @property
@@ -118,10 +110,12 @@ class Trainer:
             if self._seconds - checked_at >= lessons.check_seconds:
                 checked_at = self._seconds
                 agreements = self._check()
+                self._keep()
             on_progress(Progress(share, self._step, loss, agreements))
         if not self._done:
-            self._done = True
             self._check()
+            self._done = True
+            self._keep()
         return loss
 
     def _learn(self, batch: Tensor, share: float) -> float:
@@ -139,7 +133,7 @@ class Trainer:
         return loss.item()
 
     def _check(self) -> list[float]:
-        """Agreement on held-out text; keeps the weights if they are the best, and the state of it all."""
+        """Agreement on held-out text; the weights count if they are the best."""
         length = self._lessons.length
         num_rows = min(len(self._corpus.held_out) // length, _MOST_CHECK_ROWS)
         rows = self._corpus.held_out[: num_rows * length].view(num_rows, length)
@@ -148,11 +142,10 @@ class Trainer:
         parts = [agreement(self._student, self._teacher.teach(batch)) for batch in batches]
         found = [fmean(each) for each in zip(*parts, strict=True)]
         if not self._weights or expected(found) > expected(self._best):
-            self._best, self._num_worse = found, 0
             self._weights = {name: each.clone() for name, each in self._student.module.state_dict().items()}
+            self._best, self._num_worse = found, 0
         else:
             self._num_worse += 1
-        self._keep()
         return found
 
     def _keep(self) -> None:
@@ -187,6 +180,23 @@ class Trainer:
         except Exception as error:  # whatever is wrong with a file
             reason = " ".join(str(error).split())[:200]
             raise StartupError(f"{path} cannot be gone on from ({reason}): move it away to begin anew") from error
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is a training to be gone on with; the folder is made if it is not there. Raises StartupError if it
+    cannot be written to, or holds anything else: what was made there before is not lost."""
+    new = folder / f"{_STATE}.new"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / _STATE).is_file():
+            return True
+        if any(each != new for each in folder.iterdir()):
+            raise StartupError(f"folder {folder} is not empty, and nothing was begun there: name another")
+        new.touch()
+        new.unlink()
+    except OSError as error:
+        raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
+    return False
 
 
 def forget(folder: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shared.engine.model import CausalLM
 from shared.self_drafting.loader import load_head
 from shared.settings import StartupError
+from shared.training import trainer as trainer_module
 from shared.training.corpus import Corpus, corpus_of, read_texts, sample_corpus
 from shared.training.draft_student import DraftStudent
 from shared.training.eagle_student import EagleStudent, published
@@ -22,7 +23,7 @@ from shared.training.medusa_student import MedusaStudent
 from shared.training.pruning import measure_importance, prune
 from shared.training.session import Text, WantedDraft, WantedHead, acceptance, distill, train_head
 from shared.training.student import Student, agreement, loss_of
-from shared.training.teacher import Teacher
+from shared.training.teacher import Lesson, Teacher
 from shared.training.trainer import Lessons, Progress, Trainer, forget
 from tests.support.dense_heads import eagle3_logits, load_reference
 from tests.support.families import tiny_checkpoint
@@ -114,6 +115,7 @@ def test_it_learns_goes_on_and_can_be_loaded(kind: str, target: Path, corpus: Co
     other = MedusaStudent(Teacher(str(target)), 3)  # of another kind, or with more heads
     with pytest.raises(StartupError, match=r"training.pt cannot be gone on from"):
         Trainer(teacher, other, corpus, tmp_path, LESSONS, "another")
+    assert [each.name for each in tmp_path.iterdir()] == ["training.pt"]
     quick = Lessons(minutes=1e-6, num_rows=4, length=LENGTH)
     teacher, student = begin()
     agreements = Trainer(teacher, student, corpus, tmp_path, quick, kind).run(lambda _: None)
@@ -164,6 +166,24 @@ def test_interrupted_it_goes_on_from_there_and_a_model_is_not_overwritten(
     with pytest.raises(StartupError, match="is not empty, and nothing was begun there"):
         trainer(LESSONS)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == made
+
+
+def test_interrupted_while_it_is_looked_at_last_it_is_looked_at_again(
+    teacher: Teacher, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer() -> Trainer:
+        return Trainer(teacher, MedusaStudent(teacher, 1), corpus, tmp_path, quick, "medusa")
+
+    def interrupt(student: Student, lesson: Lesson) -> list[float]:
+        raise KeyboardInterrupt
+
+    quick = replace(LESSONS, minutes=1e-6)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer_module, "agreement", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer().run(lambda _: None)
+    assert len(trainer().run(lambda _: None)) == 1
+    assert (tmp_path / "medusa_lm_head.safetensors").is_file()
 
 
 def test_what_improves_no_more_ends_early(teacher: Teacher, corpus: Corpus, tmp_path: Path) -> None:
@@ -285,6 +305,9 @@ def test_from_text_to_card(target: Path, tmp_path: Path) -> None:
     assert 0 <= draft.agreement <= 1
     assert 0 < draft.acceptance < 1
     assert len([stage for stage in stages if "tokens to train on" in stage]) == 2
+    with pytest.raises(StartupError, match="is not empty, and nothing was begun there"):
+        train_head(str(target), WantedHead("medusa", 2), Text(text), 1, tmp_path, stages.append, lambda _: None)
+    assert "tokens" not in stages[-1], "before anything is read"
     with pytest.raises(StartupError, match="there is no model folder"):
         train_head("./nowhere", WantedHead("medusa", 2), Text(), 1, tmp_path, stages.append, lambda _: None)
 
