@@ -51,7 +51,7 @@ def make_host_tier(pool: KVPool, gib: float, num_promised_bytes: int = 0) -> Hos
     # Asked first: memory that a container may not use is given all the same, and costs the process its life later.
     available = max(0, available_memory() - num_promised_bytes)
     if num_bytes > available:
-        raise StartupError(f"host_cache_gib is {gib}: {available / 2**30:.3f} GiB of RAM are free")
+        raise StartupError(f"host_cache_gib is {gib}: {available / 2**30:.3f} GiB of RAM are free beside the KV cache")
     try:
         return HostTier(num_slots, HostPool(pool, num_slots))
     except (RuntimeError, MemoryError, ValueError) as error:

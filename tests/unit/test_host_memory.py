@@ -133,6 +133,19 @@ def test_a_real_model_goes_on_from_blocks_that_were_evicted(model: CausalLM) -> 
     assert engine.blocks.num_host_blocks >= 6 * 5 - 8
 
 
+def test_what_is_promised_to_the_kv_cache_is_not_the_host_caches(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(num_blocks: int | None) -> TargetSettings:
+        return TargetSettings(model="tiny", num_blocks=num_blocks, block_size=8, max_context=64, host_cache_gib=0.01)
+
+    monkeypatch.setattr(host_pool_module, "available_memory", lambda: 16 << 20)
+    Engine(model, settings(8), verify)
+    # One that nobody sized is taken bit by bit, and takes 2,048 blocks of 4 KiB in the end.
+    with pytest.raises(StartupError, match=r"host_cache_gib is 0.01: 0.008 GiB of RAM are free beside the KV cache"):
+        Engine(model, settings(None), verify)
+
+
 def kv_pool() -> KVPool:
     return KVPool(SHAPE, 2, BLOCK_SIZE, torch.float32, torch.device("cpu"))
 
