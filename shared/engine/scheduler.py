@@ -78,17 +78,19 @@ class Scheduler:
             each for each in self._running if each.num_steps > 0 and each.num_pending_tokens == 1 and not each.forks
         ]
 
-    def num_coming(self) -> int:
-        """How many will soon be `decoding` beside those that are: their prompts are being computed, or wait for that,
+    def coming(self) -> list[Sequence]:
+        """Those that will soon be `decoding` beside those that are: their prompts are being computed, or wait for that,
         and there is room for these, whoever stays. None whose KV is on the way: that may take long."""
-        coming = sum(_decodes_on(each) for each in self._running if each.num_pending_tokens > each.num_rows)
+        computed = [each for each in self._running if each.num_pending_tokens > each.num_rows]
+        coming = list(chain.from_iterable(map(_who_decode_on, computed)))
         num_places, num_free = self._max_sequences - len(self._running), self.pool.num_allocatable
         for sequence in self._waiting:
             num_places -= 1 + len(sequence.forks)
             num_free -= -(-sequence.num_pending_tokens // self.block_size)
             if min(num_places, num_free) < 0:
                 break
-            coming += 0 if sequence.awaits_import else _decodes_on(sequence)
+            if not sequence.awaits_import:
+                coming += _who_decode_on(sequence)
         return coming
 
     def draft_room(self) -> int:
@@ -434,6 +436,6 @@ class Scheduler:
             del sequence.block_table[num_used:]
 
 
-def _decodes_on(sequence: Sequence) -> int:
-    """How many go on behind the prompt that it is of, without a word of their owner."""
-    return 1 + len(sequence.forks) if sequence.num_steps > 1 else 0
+def _who_decode_on(sequence: Sequence) -> list[Sequence]:
+    """Those that go on behind the prompt that it is of, without a word of their owner."""
+    return [sequence, *sequence.forks] if sequence.num_steps > 1 else []

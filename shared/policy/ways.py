@@ -204,8 +204,9 @@ class Ways:
     def observe(self, way: Way, num_tokens: int, seconds: float, waited: float) -> None:
         """A step brought so many tokens, and what is waited on average behind such a step."""
         self._latest = way
-        is_first = self._is_open and self._is_first
-        self._num_told += self._is_open
+        is_chosen = self._is_open and way is self._chosen
+        is_first = is_chosen and self._is_first
+        self._num_told += is_chosen
         self._is_open = False
         self._seconds += seconds
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.

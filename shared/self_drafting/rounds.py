@@ -123,18 +123,19 @@ class SelfDrafting:
         self._sweep(scheduler)
         decoding = scheduler.decoding()
         wanting = [each for each in decoding if each.params.self_draft is not None]
-        self._soon = len(decoding) + scheduler.num_coming()
+        coming = scheduler.coming()
+        self._soon = len(decoding) + len(coming)
         self._waited = self._clock() - self._ended if self._going_on.issuperset(decoding) else 0.0
         self._going_on = frozenset(decoding)
         self._tell_of_ended(scheduler, wanting)
-        self._note_kind(scheduler)
+        self._note_kind([*wanting, *coming])
         if not wanting:  # what is done for others says nothing of who drafts
             return
         self._load = len(decoding)
         self._num_free = _num_free(wanting)
         drafting = self._who_may_draft(wanting)
         self._expected = drafting
-        if drafting:  # before anything is decided
+        if drafting:  # before it is decided how the step is made
             self._tell()
         copying = self._who_may_copy(wanting)
         if not drafting and not copying:
@@ -219,9 +220,9 @@ class SelfDrafting:
             self._policy.observe(*told)
         self._untold.clear()
 
-    def _note_kind(self, scheduler: Scheduler) -> None:
-        """Whether most of whom it is to be decided for are sampled, those included that begin."""
-        free = [each for each in scheduler.sequences() if _is_free(each)]
+    def _note_kind(self, sequences: List[Sequence]) -> None:
+        """Whether most of whom it is to be decided for are sampled."""
+        free = [each for each in sequences if _is_free(each)]
         sampled = 2 * sum(not each.params.greedy for each in free) > len(free)
         if free and sampled is not self._policy.sampled:
             self._tell()

@@ -160,3 +160,17 @@ def test_chains_and_trees_are_not_tried_without_whom_to_try_them_with() -> None:
         assert ways.choose(may_try=True) is Way.PLAIN
         ways.observe(Way.PLAIN, 1, 0.01, 0.0)
     assert ways.choose(may_try=True).drafts
+
+
+def test_a_step_that_nobody_chose_is_none_of_a_trial() -> None:
+    """As where the one that was chosen had prompts beside it, and the next nobody to draft for."""
+    ways = Ways()
+    while ways.choose(True) is not Way.TREE or ways._tried is not None:  # until a tree is gone
+        ways.observe(ways._chosen or Way.TREE, 9 if ways._chosen is Way.TREE else 1, 0.02, 0.0)
+    while ways.choose(True) is not Way.CHAIN:
+        ways.observe(ways.way, 9, 0.02, 0.0)
+    before = ways._num_told, ways.step_seconds(Way.CHAIN)
+    ways._known[Way.PLAIN].goodput = type(ways._known[Way.PLAIN].goodput)()
+    ways.observe(Way.PLAIN, 1, 0.004, 0.0)
+    assert ways.step_seconds(Way.PLAIN) == pytest.approx(0.004)
+    assert (ways._num_told, ways.step_seconds(Way.CHAIN)) == before

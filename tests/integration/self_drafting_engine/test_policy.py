@@ -372,7 +372,11 @@ def test_what_is_decided_is_by_whom_most_of_are_and_those_count_that_begin(tmp_p
         engine.scheduler.add(asked(0.0))
     engine.step()
     assert not policy.sampled
+    engine.scheduler._max_sequences = 15
     for _ in range(9):  # who drafts nothing is not asked
         engine.scheduler.add(sequence(next(prompts), max_tokens=5, temperature=1.0))
-    while engine.step() is not None:
+    for _ in range(9):  # nor who waits for a place
+        engine.scheduler.add(asked(1.0))
+    for _ in range(3):
+        engine.step()
         assert not policy.sampled
