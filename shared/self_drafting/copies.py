@@ -51,6 +51,7 @@ class Copies:
     ) -> CopiedDraft:
         """What may follow the sequence's last token, in lines of at most `most_depth`; maybe nothing. Not `always`, it
         is looked for as closely as that pays."""
+        began = self._clock()
         tokens = sequence.token_ids
         known = self._manuscripts.get(sequence)
         num_before = 0 if known is None else known[1]
@@ -69,7 +70,6 @@ class Copies:
         copied = Copied()
         if num_known == len(tokens):
             closely = always or manuscript.looking.closely(num_steps)
-            began = self._clock()
             copied = self._source.propose(
                 manuscript, most_tokens, least_likelihood, branching, most_depth, closely, num_steps
             )

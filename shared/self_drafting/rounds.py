@@ -98,6 +98,8 @@ class SelfDrafting:
         self._going_on: frozenset[Sequence] = frozenset()
         self._ended = 0.0
         self._num_plain = 0
+        # A plain step behind one that verified takes so many seconds more than others: it finds less in the caches.
+        self._behind = 0.0
         self._untold: list[tuple[int, Way, int, float, float]] = []
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
@@ -202,6 +204,9 @@ class SelfDrafting:
             self._copies.settle(self._worth)
         # Of plain steps a few say it all.
         self._num_plain = 0 if self._rounds else self._num_plain + 1
+        if self._num_plain == 1:
+            plain = self._policy.step_seconds(self._load, 0)
+            self._behind += _WEIGHT * (min(seconds, 2 * plain) - plain - self._behind)
         if self._num_plain % _PLAIN_STEPS_APART == 0:
             self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
         if self._growth is None or not self._num_free or not self._matters:
@@ -268,7 +273,7 @@ class SelfDrafting:
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what
-        verifying takes longer, as much as its tokens are of all."""
+        verifying takes longer, and what comes behind it, as much as its tokens are of all."""
         plain = self._policy.step_seconds(self._load, 0)
         found, share = self._rounds.get(sequence), plain / self._load
         if found is None:
@@ -276,7 +281,7 @@ class SelfDrafting:
         sources = found.proposal.sources
         path = found.proposal.path(sequence.token_ids[found.position :])
         num_verified = sum(len(each.proposal) for each in self._rounds.values())
-        verifying = self._policy.step_seconds(self._load, num_verified) - plain + self._chose
+        verifying = self._policy.step_seconds(self._load, num_verified) - plain + self._chose + max(0.0, self._behind)
         spent = looking + verifying * sources.count("suffix") / num_verified
         return sum(sources[i] == "suffix" for i in path), spent / share
 

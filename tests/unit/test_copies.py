@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_what_is_taken_in_before_a_step_is_bounded_whoever_comes_and_goes() -> N
     assert found._source.num_tokens == 8 * piece
 
 
-def test_each_looks_at_its_own_cost() -> None:
+def test_each_looks_at_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def clock() -> float:
@@ -100,6 +101,19 @@ def test_each_looks_at_its_own_cost() -> None:
 
     found.settle(worth)
     assert told == dict.fromkeys(several, 0.25)
+    commit = found._source.commit
+
+    def slowly(*args: Any) -> None:
+        nonlocal now
+        now += 1.0
+        commit(*args)
+
+    monkeypatch.setattr(found._source, "commit", slowly)
+    for each in several:
+        each.token_ids.append(9)
+        found.draft(each, 4, 4, 0.0, False)
+    found.settle(worth)
+    assert told == dict.fromkeys(several, 1.25), "what was written since is taken in so that it can be looked at"
 
 
 def test_where_nothing_is_found_and_looking_does_not_pay_it_is_looked_for_in_one_step_of_several() -> None:

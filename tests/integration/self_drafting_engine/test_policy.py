@@ -353,6 +353,25 @@ def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_p
     assert proposer._worth(many[0], share)[1] == pytest.approx(1 + 0.05, rel=0.01)
 
 
+def test_what_comes_behind_verifying_is_a_part_of_what_it_takes(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path), copied_tokens=5000)
+    proposer = engine._proposer
+    assert isinstance(proposer, SelfDrafting)
+    policy = proposer._policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (64, 0.01)]))
+    one = sequence([1, 2, 3])
+    for _ in range(200):
+        for took in (0.01, 0.012, 0.01, 0.01, 0.01, 0.01):
+            proposer._load, proposer._rounds = 1, {}
+            if took == 0.01 and proposer._num_plain in (0, 5):
+                proposer._rounds = {one: _Round(Proposal((5,), sources=("suffix",)), 3)}
+            proposer.settle(1, took, has_prompts=False)
+    proposer._rounds = {one: _Round(Proposal((5,), sources=("suffix",)), 3)}
+    verifying = policy.step_seconds(1, 1) - policy.step_seconds(1, 0)
+    assert proposer._worth(one, 0.003)[1] * policy.step_seconds(1, 0) == pytest.approx(
+        0.003 + verifying + 0.002, rel=0.1
+    )
+
+
 def test_what_is_decided_is_by_whom_most_of_are_and_those_count_that_begin(tmp_path: Path) -> None:
     engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2)
     proposer, _ = drafting_of(engine)
