@@ -188,15 +188,14 @@ def is_begun(folder: Path) -> bool:
     new = folder / f"{_STATE}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / _STATE).is_file():
-            return True
-        if any(each != new for each in folder.iterdir()):
+        begun = (folder / _STATE).is_file()
+        if not begun and any(each != new for each in folder.iterdir()):
             raise StartupError(f"folder {folder} is not empty, and nothing was begun there: name another")
         new.touch()
         new.unlink()
     except OSError as error:
         raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
-    return False
+    return begun
 
 
 def forget(folder: Path) -> None:

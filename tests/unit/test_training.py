@@ -353,6 +353,10 @@ def test_a_folder_that_cannot_be_written_to_is_found_at_once(target: Path, corpu
     teacher = Teacher(str(target))
     with pytest.raises(StartupError, match="cannot be written to"):
         Trainer(teacher, MedusaStudent(teacher, 1), corpus, tmp_path / "file", LESSONS, "medusa")
+    (tmp_path / "begun" / "training.pt.new").mkdir(parents=True)
+    (tmp_path / "begun" / "training.pt").write_bytes(b"a training")
+    with pytest.raises(StartupError, match="cannot be written to"):
+        Trainer(teacher, MedusaStudent(teacher, 1), corpus, tmp_path / "begun", LESSONS, "medusa")
     with pytest.raises(StartupError, match="matches no names"):
         read_texts(tmp_path, "/x*", 0)
     for minutes in (float("nan"), float("inf"), 0.0):
