@@ -129,12 +129,13 @@ class SelfDrafting:
         self._soon = len(decoding) + len(coming)
         self._waited = self._clock() - self._ended if self._going_on.issuperset(decoding) else 0.0
         self._going_on = frozenset(decoding)
-        self._tell_of_ended(scheduler, wanting)
-        self._note_kind([*wanting, *coming])
+        free = [each for each in wanting if _is_free(each)]
+        self._tell_of_ended(scheduler, wanting, free)
+        self._note_kind([*free, *filter(_is_free, coming)])
         if not wanting:  # what is done for others says nothing of who drafts
             return
         self._load = len(decoding)
-        self._num_free = _num_free(wanting)
+        self._num_free = len(free)
         drafting = self._who_may_draft(wanting)
         self._expected = drafting
         if drafting:  # before it is decided how the step is made
@@ -225,21 +226,20 @@ class SelfDrafting:
             self._policy.observe(*told)
         self._untold.clear()
 
-    def _note_kind(self, sequences: List[Sequence]) -> None:
+    def _note_kind(self, free: List[Sequence]) -> None:
         """Whether most of whom it is to be decided for are sampled."""
-        free = [each for each in sequences if _is_free(each)]
         sampled = 2 * sum(not each.params.greedy for each in free) > len(free)
         if free and sampled is not self._policy.sampled:
             self._tell()
             self._policy.sampled = sampled
 
-    def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence]) -> None:
+    def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence], free: List[Sequence]) -> None:
         if gone := self._free.difference(wanting):
             gone.difference_update(paused := gone.intersection(scheduler.sequences()))
             for each in gone:
                 self._policy.observe_ended(len(each.token_ids) - each.num_prompt_tokens)
             self._free = paused
-        self._free.update(each for each in wanting if _is_free(each))
+        self._free.update(free)
 
     def _who_may_draft(self, sequences: List[Sequence]) -> List[Sequence]:
         """Of whom drafts of the drafter's are to be expected."""
