@@ -24,7 +24,7 @@ from shared.training.medusa_student import MedusaStudent
 from shared.training.pruning import measure_importance, prune
 from shared.training.student import Student
 from shared.training.teacher import Teacher
-from shared.training.trainer import Lessons, Progress, Trainer, forget, is_begun
+from shared.training.trainer import Lessons, Progress, Trainer, claim, forget
 
 __all__ = ["MadeDraft", "MadeHead", "Text", "WantedDraft", "WantedHead", "distill", "forget", "train_head"]
 
@@ -152,7 +152,7 @@ def _prepare(
         raise StartupError(f"minutes is {minutes}: it must be more than 0, and end")
     on_stage("loading the target")
     teacher = Teacher(target)
-    is_begun(folder)  # before anything is written or read for nothing
+    claim(folder)  # before anything is written or read for nothing
     lessons = Lessons(minutes, seed=text.seed)
     lessons = replace(lessons, length=min(lessons.length, teacher.config.max_position_embeddings))
     length = lessons.length

@@ -56,7 +56,7 @@ class Trainer:
     def __init__(
         self, teacher: Teacher, student: Student, corpus: Corpus, folder: Path, lessons: Lessons, identity: str
     ) -> None:
-        """`identity`: what is learnt from what. Raises StartupError as `is_begun` does, and if the folder holds the
+        """`identity`: what is learnt from what. Raises StartupError as `claim` does, and if the folder holds the
         state of another training."""
         self._teacher = teacher
         self._student = student
@@ -71,7 +71,7 @@ class Trainer:
         self._best: list[float] = []
         self._num_worse = 0
         self._weights: dict[str, Tensor] = {}
-        if is_begun(folder):
+        if claim(folder):
             self._resume()
 
     @property
@@ -182,20 +182,20 @@ class Trainer:
             raise StartupError(f"{path} cannot be gone on from ({reason}): move it away to begin anew") from error
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether there is a training to be gone on with; the folder is made if it is not there. Raises StartupError if it
-    cannot be written to, or holds anything else: what was made there before is not lost."""
+def claim(folder: Path) -> bool:
+    """Takes the folder for a training, made if it is not there; returns whether one was begun in it. Raises
+    StartupError if it cannot be written to, or holds anything else: what was made there before is not lost."""
     new = folder / f"{_STATE}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        begun = (folder / _STATE).is_file()
-        if not begun and any(each != new for each in folder.iterdir()):
+        is_begun = (folder / _STATE).is_file()
+        if not is_begun and any(each != new for each in folder.iterdir()):
             raise StartupError(f"folder {folder} is not empty, and nothing was begun there: name another")
         new.touch()
         new.unlink()
     except OSError as error:
         raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
-    return begun
+    return is_begun
 
 
 def forget(folder: Path) -> None:
