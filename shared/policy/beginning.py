@@ -6,13 +6,11 @@ from collections import Counter
 
 from shared.policy.overhead import nearest_power
 from shared.policy.round_costs import RoundCosts
+from shared.policy.trials import PAY_FROM
 
-# Drafting begins when it promises so many times what plain decoding brings: estimates err, and changing between the
-# two costs something itself.
-_BEGIN_AT = 1.08
-# But it begins where it promises anything, if rounds were never tried at that load: what they take is a guess then.
-# Where those that are there end too soon for that to be worth knowing, within so many rounds, only where it promises
-# more by the third.
+# Drafting begins where it promises to pay (see `PAY_FROM`). But it begins where it promises anything, if rounds were
+# never tried at that load: what they take is a guess then. Where those that are there end too soon for that to be worth
+# knowing, within so many rounds, only where it promises more by the third.
 _BEGIN_UNTRIED_AT = 1.0
 _ROUNDS_THAT_TELL = 16.0
 _BEGIN_UNTRIED_SHORT = 1.3
@@ -35,7 +33,7 @@ class Beginning:
         trials = self._costs.trials(load)
         if self._costs.is_untried(load) and trials.num_failed == 0:
             return _BEGIN_UNTRIED_AT
-        return _BEGIN_AT + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(busy)
+        return PAY_FROM + _MORE_BY_FAILURE * min(trials.num_failed, 4) * trials.confidence(busy)
 
     def refuses(self, load: int, asked: float, promised: float, num_rounds: float) -> bool:
         """Whether it is not tried after all, though it promises more than was asked: those that are there end within

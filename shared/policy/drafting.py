@@ -18,7 +18,8 @@ class Situation(NamedTuple):
 
     `load`: sequences on its target worker that decode; `num_waiting`: those without a first token yet, whose
     prompts have `num_prefill_tokens` together. `num_unseen`: the sequence's committed tokens that the drafter
-    has not taken in. `num_output`: tokens generated, `num_remaining`: the most that may follow.
+    has not taken in. `num_output`: tokens generated, `num_remaining`: the most that may follow. Its latest result was
+    `received` then, in seconds; what prompts had added to the worker's steps by then took `prefill_seconds` in all.
     """
 
     load: int
@@ -27,6 +28,8 @@ class Situation(NamedTuple):
     num_unseen: int
     num_output: int
     num_remaining: int
+    received: float
+    prefill_seconds: float
 
     @property
     def prefill_bound(self) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from shared.policy.acceptance import Acceptance, expected_tokens
+from shared.policy.account import Account
 from shared.policy.beginning import Beginning
 from shared.policy.catching_up import CatchingUp
 from shared.policy.decision import Decision
@@ -64,8 +65,8 @@ class GammaController:
 
     It explores when it is unsure, not when it was unlucky: plain steps are measured before rounds begin, soon
     after and before they end, a γ that was not tried yet is given a little credit, and when drafting seemed not
-    to pay, a single sequence scouts now and then whether it would with α as good as it may be by now, for a
-    hundredth of the time. Rounds that were in vain begin again only for more.
+    to pay, a single sequence scouts now and then whether it would with α as good as it may be by now, for
+    half a hundredth of the time. Rounds that were in vain, by all that came of them, begin again only for more.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GammaController:
         # Below, and in all that ages: seconds in which there was something to choose.
         self._busy_seconds = 0.0
         self._chosen_at = clock()
+        self._account = Account()
         self._beginning = Beginning(self._costs)
         self._measuring = Measuring(self._costs, self.plain_looks, clock)
         self._scouting = Scouting(self._costs, max_num_draft_tokens)
@@ -115,7 +117,9 @@ class GammaController:
             plain_steps = _NEW_BEGINNING_STEPS * self._costs.target.seconds(situation.load)
             if now - self._chosen_at > max(_NEW_BEGINNING_SECONDS, plain_steps):
                 self._begin_anew()
+            self._account.begin(situation)
         self._chosen_at = now
+        self._account.note(sequence.situation or situation, situation, longest)
         sequence.situation, sequence.num_nodes = situation, 0
         self._members[sequence] = None
         self._catching_up.observe(situation, now)
@@ -125,6 +129,7 @@ class GammaController:
         # All whose rounds end together get the same answer: who drafts less only waits for who drafts more.
         if not self._decision.stands(situation.load, now):
             self._decision.make(situation.load, situation.num_waiting, now)
+            self._note_account(situation.load)
             self.shape = self._best_for_all(situation)
             self._costs.note_trial(situation.load, self.gamma > 0, self._best_gain, self._busy_seconds)
             if self.gamma > 0:
@@ -244,10 +249,13 @@ class GammaController:
         if not self._tells(mostly_prompts) or not self.plain_looks.wants(received, self.measuring):
             return
         step = self.plain_looks.add(load, seconds, received, self.measuring or self._costs.plain.bring_several)
-        if self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0:
+        scouts = self._shadow_scout is not None and self._shadow_scout.num_scouting_rounds > 0
+        if scouts:
             self._catching_up.interference.go_on(received)
         if step is None:
             return
+        if scouts:
+            self._scouting.observe_step(step.received, step.seconds, self.plain_seconds(step.load))
         began = step.received - step.seconds
         if began < self._catching_up.interference.over_at:
             self._catching_up.interference.observe(began, step.received, step.seconds / self.plain_seconds(step.load))
@@ -270,6 +278,12 @@ class GammaController:
         errs by much of what is left. Those that were most of it have to do where few are without, or one is waited
         for."""
         return not mostly_prompts or self.measuring or self._catching_up.prompts.share >= _MANY_PROMPTS
+
+    def _note_account(self, load: int) -> None:
+        """What all came by since the last choice for all, if those that never draft had no part in it."""
+        seconds, num_tokens = self._account.close()
+        if len(self._members) >= _EVERYBODY * load:
+            self._costs.account(load, seconds, num_tokens)
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""
@@ -385,7 +399,7 @@ class GammaController:
             # The others' answer would hardly be another.
             self._scouting.put_off(self._busy_seconds, self._decision.rest)
             return
-        drafting = self._scouting.send(sequence, now.load, catch_up, self._busy_seconds)
+        drafting = self._scouting.send(sequence, now.load, catch_up, self._clock(), self._busy_seconds)
         if sequence.coupled:
             self._shadow_scout = sequence
         self._catching_up.interference.begin(self._clock(), drafting if sequence.coupled else catch_up)

@@ -145,6 +145,11 @@ class RoundCosts:
         """Those at this load."""
         return self._trials.setdefault(nearest_power(load), Trials())
 
+    def account(self, load: int, seconds: float, num_tokens: int) -> None:
+        """All sequences together came by so many tokens in that time, whatever they did."""
+        worth = num_tokens / self.plain.tokens(load) * self.plain.seconds(load) / load
+        self.trials(load).account(seconds, worth)
+
     def note_trial(self, load: int, drafting: bool, gain: float, busy: float) -> None:
         """Rounds are to be made at this load, or are not, that seem to bring so many times what plain decoding does."""
         trials = self.trials(load)

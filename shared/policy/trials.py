@@ -11,7 +11,7 @@ _FIRST_HALF_LIFE = 4.0
 # lost by finding out, so that this takes a small share of the time; what rounds brought meanwhile may have been less by
 # this than it seemed.
 _SOON = 4.0
-_TIMES_LOST = 80.0
+_TIMES_LOST = 160.0
 _UNKNOWN_LOSS = 0.08
 _LONGEST_HALF_LIFE = 600.0
 # So many rounds of everybody tell whether it was right to begin; and so long what they tell is acted on at once. So
@@ -19,6 +19,10 @@ _LONGEST_HALF_LIFE = 600.0
 _MEASURED_ROUNDS = 6.0
 _YOUNG_ROUNDS = 32.0
 _PROVEN_ROUNDS = 64.0
+# Rounds pay that bring so many times what plain steps do: estimates err, and changing between the two costs something
+# itself. From their beginning on, however good the latest ones seem: catching up is in it, and all else that nobody
+# reckoned with.
+PAY_FROM = 1.08
 # What counts less than this is to be found out again.
 _LITTLE = 0.5
 
@@ -40,6 +44,8 @@ class Trials:
         # How many rounds of everybody it had, and how many up to its latest decision; those that paid, since any that
         # did not.
         self._num_rounds = self._num_decided = self._num_proven = 0.0
+        # How long it has gone on, and how long plain steps would have taken for as much.
+        self._took = self._worth = 0.0
         # What its first rounds should have taken and took, of which load and shape, if that is to be found out.
         self._measures = False
         self._which: tuple[int, Hashable] | None = None
@@ -65,13 +71,20 @@ class Trials:
             self._began, self._lost = now, 0.0
             self._measures = self.is_forgotten(now)
             self._num_rounds = self._num_decided = 0.0
+            self._took = self._worth = 0.0
             self._which = None
         else:
             self._lost += (now - self._noted_at) * max(0.0, 1 + _UNKNOWN_LOSS - gain)
-            self._num_proven = self._num_proven + self._num_rounds - self._num_decided if gain >= 1 else 0.0
+            self._num_proven = self._num_proven + self._num_rounds - self._num_decided if self._pay(gain) else 0.0
             if self._num_proven >= _PROVEN_ROUNDS:
                 self.num_failed, self._half_life = 0, _FIRST_HALF_LIFE
         self._num_decided, self._noted_at, self._gain = self._num_rounds, now, gain
+
+    def account(self, seconds: float, worth: float) -> None:
+        """What came in so many seconds plain steps would have brought in `worth`."""
+        if self.running:
+            self._took += seconds
+            self._worth += worth
 
     def is_forgotten(self, now: float) -> bool:
         """Whether what rounds took counts for little: so long ago were the last, if there were any."""
@@ -114,14 +127,18 @@ class Trials:
             self.num_failed += 1
             self._num_proven = 0.0
             # If they turn out to lose only now that plain steps were measured, they did from the beginning.
-            lost = max(self._lost, lasted * (1 - gain))
+            lost = max(self._lost, lasted * (1 - gain), self._took - self._worth)
             self._half_life = min(max(2 * self._half_life, _TIMES_LOST * lost), _LONGEST_HALF_LIFE)
 
     def cancel(self, now: float) -> None:
-        """They end for another reason: in vain if they were known to bring less than plain decoding."""
-        if self._began is not None and self._num_rounds >= _MEASURED_ROUNDS and self._gain < 1:
+        """They end for another reason: in vain if they were known not to pay."""
+        if self._began is not None and self._num_rounds >= _MEASURED_ROUNDS and not self._pay(self._gain):
             self.end(now, self._gain)
         self._began = None
+
+    def _pay(self, gain: float) -> bool:
+        """Whether they do, where the latest ones seem to bring so much."""
+        return gain >= 1 and (self._took == 0 or self._worth >= PAY_FROM * self._took)
 
     def confidence(self, now: float) -> float:
         """How much what the rounds took still counts, 0 to 1."""

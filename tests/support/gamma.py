@@ -24,7 +24,7 @@ def flat(seconds: float) -> StepCosts:
 
 
 def situation(load: int = 1, num_unseen: int = 1, num_waiting: int = 0, num_prefill_tokens: int = 0) -> Situation:
-    return Situation(load, num_waiting, num_prefill_tokens, num_unseen, 64, 1000)
+    return Situation(load, num_waiting, num_prefill_tokens, num_unseen, 64, 1000, 0.0, 0.0)
 
 
 def controller(target: StepCosts, draft: StepCosts, clock: Clock, most: int = MAX) -> GammaController:

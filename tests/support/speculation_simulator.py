@@ -420,6 +420,8 @@ class Simulation:
                 unseen,
                 lane.num_output,
                 self.workload.output_tokens[1] - lane.num_output,
+                lane.received,
+                lane.received_prefill,
             )
             num_ahead = steps_ahead(self.machine.one_token)
             move = lane.pace.next(None if lane.in_shadow else self.controller, situation, lane.num_steps, num_ahead)

@@ -130,7 +130,7 @@ def test_one_user_with_pauses_has_drafts_whatever_happens_now_and_then(seed: int
         sequence, num_output, drafted = Drafting(found.acceptance), 0, 0
         slow = dice.random() < 0.1
         while num_output < 120:
-            gamma = found.choose(sequence, Situation(1, 0, 0, 1, num_output, 300))
+            gamma = found.choose(sequence, Situation(1, 0, 0, 1, num_output, 300, 0.0, 0.0))
             took = (0.01 + 0.001 * gamma) * (10 if dice.random() < 0.01 else 1) * (3 if slow and num_output < 30 else 1)
             clock.now += took
             if gamma:

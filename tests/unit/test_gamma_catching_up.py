@@ -16,7 +16,7 @@ def test_catching_up_must_be_worth_it() -> None:
 
     def choose(num_remaining: int) -> int:
         found = controller(flat(0.05), draft, Clock())
-        return found.choose(drafting(0.9), Situation(1, 0, 0, 8000, 1000, num_remaining))
+        return found.choose(drafting(0.9), Situation(1, 0, 0, 8000, 1000, num_remaining, 0.0, 0.0))
 
     assert choose(10) == 0
     assert choose(1000) > 0

@@ -6,6 +6,7 @@ import pytest
 
 from shared.policy.acceptance import expected_tokens
 from shared.policy.drafting import Drafting, Situation
+from shared.policy.gamma import GammaController
 from shared.policy.shape import Shape
 from shared.policy.step_costs import StepCosts
 from tests.support.gamma import Clock, at, controller, drafting, flat, pass_one, situation
@@ -15,7 +16,7 @@ from tests.support.gamma import Clock, at, controller, drafting, flat, pass_one,
 def test_rounds_are_not_tried_where_they_end_before_they_tell(num_remaining: int, begins: bool) -> None:
     """They promise little, and were never tried."""
     found = controller(flat(0.01), flat(0.0092), Clock())
-    where = Situation(1, 0, 0, 1, 64, num_remaining)
+    where = situation()._replace(num_remaining=num_remaining)
     assert 1.0 < found._costs.gain(1, Shape(1), 1.95, 100.0, 0.0, 0.0) < 1.03
     found.choose(drafting(0.95), where)
     assert (found.gamma > 0) == begins
@@ -44,7 +45,7 @@ def test_who_has_short_replies_is_tried_with_too_after_some_of_them() -> None:
         sequence.acceptance = at(0.7)
         num_output, drafted = 1.0, 0.0
         while num_output < 24:
-            where = Situation(1, 0, 0, 1, int(num_output), 24 - int(num_output))
+            where = situation()._replace(num_output=int(num_output), num_remaining=24 - int(num_output))
             gamma = found.choose(sequence, where)
             took, tokens = 0.05 + gamma * 0.025, expected_tokens(0.7, gamma)
             clock.now += took
@@ -133,15 +134,70 @@ def test_drafting_that_ends_for_a_load_never_drafted_at_was_not_in_vain_at_the_l
     costs = StepCosts([(1, 0.05), (2, 0.05), (4, 0.05), (64, 0.05), (128, 0.1), (512, 0.4)])
     found = controller(costs, flat(0.005), clock)
     sequence = drafting(0.7)
-    while clock.now < 1005:
-        gamma = found.choose(sequence, situation())
-        pass_one(found, clock, gamma, 0.05 + gamma * 0.005)
+    draft_for(found, clock, sequence, 5.0, tokens_a_round=3)
     assert found.gamma > 0
+    leave_for_load_never_drafted_at(found, clock, sequence)
+    assert found._costs._trials_at(1).num_failed == 0
+    assert not found._costs._trials_at(1).running
+
+
+@pytest.mark.parametrize(("tokens_a_round", "in_vain"), [(1, True), (3, False)])
+def test_drafting_that_brought_little_in_all_was_in_vain_though_its_rounds_are_as_short_as_promised(
+    tokens_a_round: int, in_vain: bool
+) -> None:
+    """Whatever it was: what catching up takes is only reckoned, and who catches up has no rounds."""
+    clock = Clock()
+    costs = StepCosts([(1, 0.05), (2, 0.05), (4, 0.05), (64, 0.05), (128, 0.1), (512, 0.4)])
+    found = controller(costs, flat(0.005), clock)
+    sequence = drafting(0.7)
+    draft_for(found, clock, sequence, 5.0, tokens_a_round)
+    asked = found._beginning.gain(1, found._busy_seconds)
+    leave_for_load_never_drafted_at(found, clock, sequence)
+    assert found._costs._trials_at(1).num_failed == in_vain
+    assert (found._beginning.gain(1, found._busy_seconds) > asked) == in_vain
+
+
+@pytest.mark.parametrize(("prefill_seconds", "num_others"), [(0.01, 0), (0.0, 1)])
+def test_what_came_beside_prompts_or_others_that_never_draft_says_nothing_of_what_rounds_bring(
+    prefill_seconds: float, num_others: int
+) -> None:
+    clock = Clock()
+    found = controller(flat(0.05), flat(0.005), clock)
+    sequence = drafting(0.7)
+    draft_for(found, clock, sequence, 5.0, 1, situation(1 + num_others), prefill_seconds)
+    assert found.gamma > 0
+    assert found._costs.trials(1 + num_others)._took == 0
+
+
+def draft_for(
+    found: GammaController,
+    clock: Clock,
+    sequence: Drafting,
+    seconds: float,
+    tokens_a_round: int,
+    where: Situation | None = None,
+    prefill_seconds: float = 0.0,
+) -> None:
+    """A sequence has rounds for so long, each of which brings it so many tokens. Prompts take `prefill_seconds` of each
+    step."""
+    until, now = clock.now + seconds, where or situation()
+    while clock.now < until:
+        gamma = found.choose(sequence, now)
+        clock.now += 0.05 + gamma * 0.005
+        if gamma:
+            found.observe_round(now.load, Shape(gamma), 1, 0.05 + gamma * 0.005)
+        else:
+            found.observe_plain(now.load, 0.05, clock.now)
+        num_output = now.num_output + (tokens_a_round if gamma else 1)
+        in_all = now.prefill_seconds + prefill_seconds
+        now = now._replace(num_output=num_output, received=clock.now, prefill_seconds=in_all)
+
+
+def leave_for_load_never_drafted_at(found: GammaController, clock: Clock, sequence: Drafting) -> None:
+    """Many come, among whom drafting does not pay."""
     others = [drafting(0.7) for _ in range(63)]
     while found.gamma > 0:
         clock.now += 0.05
         for each in (sequence, *others):
             found.choose(each, situation(64))
             found.observe_plain(64, 0.05, clock.now)
-    assert found._costs._trials_at(1).num_failed == 0
-    assert not found._costs._trials_at(1).running

@@ -44,7 +44,7 @@ def move(
     num_ahead: int = LEAST_GRANTED_STEPS,
     num_prefill_tokens: int = 0,
 ) -> Move:
-    situation = Situation(4, 0, num_prefill_tokens, num_unseen, 10, num_remaining)
+    situation = Situation(4, 0, num_prefill_tokens, num_unseen, 10, num_remaining, 0.0, 0.0)
     return pace.next(cast(GammaController, controller), situation, num_steps, num_ahead)
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from shared.policy.acceptance import Acceptance, expected_tokens
-from shared.policy.drafting import Drafting, Situation
+from shared.policy.drafting import Drafting
 from shared.policy.gamma import GammaController
 from shared.policy.pace import Pace
 from shared.policy.shape import PLAIN, TREE_WIDTH, Shape
 from shared.policy.step_costs import StepCosts
 from shared.policy.trees import Trees
 from shared.sampling import draft_tree
+from tests.support.gamma import situation
 from tests.support.speculation_simulator import Machine, Simulation, Workload
 
 # Twelve rows cost little more than one, as where a step waits for its weights.
@@ -122,13 +123,13 @@ def test_a_step_of_the_policys_trees_is_as_wide_as_one_of_the_drafters() -> None
 def test_trees_are_for_where_all_may_have_some(others_coupled: bool) -> None:
     controller = GammaController(FLAT, StepCosts([(1, 0.001), (512, 0.05)]), 8, lambda: 0.0, max_num_nodes=16)
     first, second = Drafting(controller.acceptance, coupled=True), Drafting(controller.acceptance, others_coupled)
-    situation = Situation(load=1, num_waiting=0, num_prefill_tokens=0, num_unseen=1, num_output=10, num_remaining=500)
-    controller._members[second], second.situation = None, situation
-    assert controller.choose(first, situation) > 0
+    where = situation()._replace(num_output=10, num_remaining=500)
+    controller._members[second], second.situation = None, where
+    assert controller.choose(first, where) > 0
     assert controller.shape.is_tree == others_coupled
     assert first.num_nodes == (controller.shape.num_nodes if others_coupled else 0)
-    assert controller.choose(second, situation) == controller.gamma
-    beside_prompts = situation._replace(num_prefill_tokens=10_000)
+    assert controller.choose(second, where) == controller.gamma
+    beside_prompts = where._replace(num_prefill_tokens=10_000)
     controller.choose(first, beside_prompts)
     assert first.num_nodes == 0, "prompts need the rows"
 
@@ -138,9 +139,9 @@ def test_who_does_not_join_the_others_trees_decodes_plainly() -> None:
     draft = StepCosts([(1, 0.001), (16, 0.001), (512, 0.5)])
     controller = GammaController(FLAT, draft, 8, lambda: 0.0, max_num_nodes=16)
     paces = [Pace(controller.acceptance, None, coupled=True) for _ in range(2)]
-    situation = Situation(load=1, num_waiting=0, num_prefill_tokens=0, num_unseen=1, num_output=10, num_remaining=500)
-    assert paces[0].next(controller, situation, 0, 8).shape.is_tree
-    short = situation._replace(num_unseen=400, num_output=1, num_remaining=3)
+    where = situation()._replace(num_output=10, num_remaining=500)
+    assert paces[0].next(controller, where, 0, 8).shape.is_tree
+    short = where._replace(num_unseen=400, num_output=1, num_remaining=3)
     for _ in range(3):
         assert paces[1].next(controller, short, 0, 8).shape == PLAIN
 
@@ -188,7 +189,7 @@ def rounds_of(
     controller = GammaController(target, StepCosts([(1, 0.001), (512, 0.001)]), 3, lambda: now[0], max_num_nodes=11)
     sequence, dice, shapes = Drafting(controller.acceptance, coupled=True), random.Random(4), list[Shape]()
     for _ in range(num_rounds):
-        shape = Shape(controller.choose(sequence, Situation(1, 0, 0, 1, 64, 1000)), sequence.num_nodes)
+        shape = Shape(controller.choose(sequence, situation()), sequence.num_nodes)
         if shape == PLAIN:
             now[0] += 0.010
             controller.observe_plain(1, 0.010, now[0])

@@ -41,7 +41,7 @@ def test_what_rounds_took_counts_less_and_less_without_any() -> None:
 def test_each_time_that_it_is_found_again_it_is_held_against_them_longer() -> None:
     trials, now, half_lives = Trials(), 0.0, []
     for _ in range(10):
-        now = try_in_vain(trials, now + 1, 0.05)
+        now = try_in_vain(trials, now + 1, 0.04)
         half_lives.append(half_life(trials, now))
     assert trials.num_failed == 10
     assert half_lives == [8, 16, 32, 64, 128, 256, 512, 600, 600, 600]
@@ -51,7 +51,7 @@ def test_each_time_that_it_is_found_again_it_is_held_against_them_longer() -> No
 def test_finding_out_takes_a_small_share_of_the_time(lasted: float, gain: float, lost: float) -> None:
     trials = Trials()
     now = try_in_vain(trials, 10.0, lasted, gain)
-    assert half_life(trials, now) == 80 * lost
+    assert half_life(trials, now) == 160 * lost
 
 
 @pytest.mark.parametrize(("gains", "lost"), [((1.0, 1.0), 2 * 0.08), ((1.5, 1.0), 0.08), ((1.0, 1.5), 0.08)])
@@ -62,7 +62,7 @@ def test_what_may_have_been_lost_is_summed_over_the_time(gains: tuple[float, flo
         trials.go_on(11.0 + seconds, gain)
     round_ended(trials, 12.0)
     trials.end(12.0, 1.0)
-    assert half_life(trials, 12.0) == pytest.approx(max(8.0, 80 * lost), abs=1)
+    assert half_life(trials, 12.0) == pytest.approx(max(8.0, 160 * lost), abs=1)
 
 
 def test_rounds_that_paid_until_the_machine_changed_are_soon_tried_again() -> None:
@@ -72,13 +72,13 @@ def test_rounds_that_paid_until_the_machine_changed_are_soon_tried_again() -> No
         trials.go_on(now, 1.2)
     round_ended(trials, now)
     trials.end(now, 0.99)
-    assert half_life(trials, now) == 12, "of 15 seconds a hundredth, not 5 times as much"
+    assert half_life(trials, now) == 24, "of 15 seconds a hundredth was lost, not 5 times as much"
 
 
 def test_rounds_that_paid_for_long_are_soon_tried_again() -> None:
     trials, now = Trials(), 0.0
     for _ in range(3):
-        now = try_in_vain(trials, now + 1, 0.05)
+        now = try_in_vain(trials, now + 1, 0.04)
     now = try_in_vain(trials, now + 1, 500.0)
     assert half_life(trials, now) == 4
 
@@ -150,7 +150,7 @@ def test_what_is_known_from_just_before_is_not_found_out_again() -> None:
 def test_rounds_that_pay_with_pauses_between_them_make_up_for_those_that_did_not() -> None:
     trials, now = Trials(), 0.0
     for _ in range(4):
-        now = try_in_vain(trials, now + 1, 0.05)
+        now = try_in_vain(trials, now + 1, 0.04)
     assert half_life(trials, now) == 64
     for i in range(8):
         assert trials.num_failed == 4, i
@@ -178,3 +178,32 @@ def test_what_was_known_to_be_in_vain_is_not_forgiven_because_everybody_left() -
         trials.cancel(now + 0.06)
         half_lives.append(half_life(trials, now))
     assert half_lives == [8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(("worth", "failed", "counts_for"), [(0.9, True, 32), (1.07, True, 8), (1.09, False, 4)])
+def test_what_all_brought_too_little_from_its_beginning_on_was_in_vain(
+    worth: float, failed: bool, counts_for: int
+) -> None:
+    trials = Trials()
+    trials.account(100.0, 0.0)  # before
+    trials.go_on(10.0, 1.2)
+    for _ in range(7):
+        round_ended(trials, 12.0)
+    trials.account(2.0, 2.0 * worth)
+    trials.go_on(12.0, 1.2)
+    trials.cancel(12.0)
+    assert trials.num_failed == failed
+    assert half_life(trials, 12.0) == counts_for, "160 times what was lost"
+
+
+@pytest.mark.parametrize(("worth", "num_failed"), [(1.07, 3), (1.09, 0)])
+def test_rounds_that_brought_too_little_make_up_for_nothing(worth: float, num_failed: int) -> None:
+    trials, now = Trials(), 0.0
+    for _ in range(3):
+        now = try_in_vain(trials, now + 1, 0.04)
+    trials.go_on(now, 1.2)
+    trials.account(1.0, worth)
+    for _ in range(70):
+        round_ended(trials, now)
+    trials.go_on(now, 1.2)
+    assert trials.num_failed == num_failed

@@ -168,7 +168,7 @@ class SequenceSession:
         ahead = lane.num_steps > 0
         # What a worker that is going has been granted is waited for, and then the sequence leaves.
         if not self._pace.enough_granted(lane.num_steps) and not (lane.link.draining and ahead):
-            situation = self._situation()
+            situation = self._situation(last)
             move = self._pace.next(self._controller(), situation, lane.num_steps, lane.link.num_ahead)
             if move.shape != PLAIN:
                 return await self._round(move.shape, last, situation)
@@ -262,7 +262,7 @@ class SequenceSession:
         """Who drafts for it; for one that never drafts who would have."""
         return self._other_drafter if self._draft is None else self._draft.link
 
-    def _situation(self) -> Situation:
+    def _situation(self, last: LaneResult) -> Situation:
         link = self._lane.link
         return Situation(
             # This sequence is one of them.
@@ -272,6 +272,8 @@ class SequenceSession:
             num_unseen=len(self._token_ids) - (self._draft.num_told if self._draft is not None else 0),
             num_output=self._num_output_tokens,
             num_remaining=self._params.max_tokens - self._num_output_tokens,
+            received=last.received,
+            prefill_seconds=last.prefill_seconds,
         )
 
     @property
