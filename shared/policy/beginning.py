@@ -16,8 +16,9 @@ _ROUNDS_THAT_TELL = 16.0
 _BEGIN_UNTRIED_SHORT = 1.3
 # Or once it was not tried so many times for that: the same load may come again and again.
 _REFUSALS = 32
-# And begins at so much more for each time in a row that it was in vain, four at most.
-_MORE_BY_FAILURE = 0.05
+# And begins at so much more for each time in a row that it was in vain, four at most: a promise is off by so much where
+# others use the machine, too, and what is only just worth it is tried when it seems to be more.
+_MORE_BY_FAILURE = 0.08
 
 
 class Beginning:

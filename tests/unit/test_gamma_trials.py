@@ -124,7 +124,7 @@ def test_drafting_that_was_in_vain_begins_again_only_for_more() -> None:
         trials.go_on(found._busy_seconds, 0.9)
         trials.observe_round(found._busy_seconds, (0, 4), 0.05, 0.1, 1.0)
         trials.end(found._busy_seconds, 0.0)
-    assert found._beginning.gain(1, found._busy_seconds) == pytest.approx(before + 0.15)
+    assert found._beginning.gain(1, found._busy_seconds) == pytest.approx(before + 3 * 0.08)
     found._busy_seconds += 5000
     assert found._beginning.gain(1, found._busy_seconds) == pytest.approx(before, abs=0.01), "not for ever"
 
