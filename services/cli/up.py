@@ -28,7 +28,7 @@ def up(
         str,
         typer.Option(
             metavar="MODEL",
-            help='Draft model, "copy" to draft without one from prompts and outputs, or "none" to serve without.',
+            help='Draft model, "copy" to draft without one from prompts and outputs, or "none" for no draft worker.',
             show_default="the demo draft",
         ),
     ] = str(DEMO_DRAFT),

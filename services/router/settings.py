@@ -46,7 +46,7 @@ class RouterSettings(ServiceSettings):
     )
     drafts: Annotated[list[Address], NoDecode, BeforeValidator(_comma_separated)] = Field(
         default=[],
-        description="Draft workers, host:port, separated by commas, beside named targets only; none: no speculation, "
+        description="Draft workers, host:port, separated by commas, beside named targets only; none: no draft worker, "
         "or with no targets named those that register in Redis.",
     )
     deployment: Deployment = Field(default=DEFAULT_DEPLOYMENT, description=DEPLOYMENT_DESCRIPTION)

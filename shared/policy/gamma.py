@@ -119,9 +119,9 @@ class GammaController:
                 self._begin_anew()
             self._account.begin(situation)
         self._chosen_at = now
-        self._account.note(sequence.situation or situation, situation, longest)
-        sequence.situation, sequence.num_nodes = situation, 0
+        before, sequence.situation, sequence.num_nodes = sequence.situation, situation, 0
         self._members[sequence] = None
+        self._account.note(before, situation, len(self._members), self.plain_seconds(situation.load))
         self._catching_up.observe(situation, now)
         if situation.prefill_bound:
             sequence.num_scouting_rounds = 0
@@ -166,6 +166,9 @@ class GammaController:
         """The sequence is no longer here; if it has ended, with that many tokens of output. Safe to call again."""
         if sequence not in self._members:
             return
+        situation, sequence.situation = sequence.situation, None
+        if num_output_tokens is not None and situation is not None:
+            self._account.note_tokens(num_output_tokens - situation.num_output, len(self._members))
         del self._members[sequence]
         self._deactivate(sequence)
         if self._shadow_scout is sequence:
@@ -216,7 +219,7 @@ class GammaController:
         `num_unseen`: tokens the drafter caught up with in it. Whether the others' rounds ended in the same
         step does not matter: where they take turns, each waits longer.
         """
-        self._scouting.observe_round(self._busy_seconds)
+        self._scouting.observe_round(self._busy_seconds, of_all=self._num_active > 0)
         if not self._tells(mostly_prompts):
             return
         if seconds <= 0 or self._num_active < 0.5 * load:
@@ -280,10 +283,10 @@ class GammaController:
         return not mostly_prompts or self.measuring or self._catching_up.prompts.share >= _MANY_PROMPTS
 
     def _note_account(self, load: int) -> None:
-        """What all came by since the last choice for all, if those that never draft had no part in it."""
-        seconds, num_tokens = self._account.close()
+        """What all came by since the last choice for all, if others that are not asked had hardly any part in it."""
+        closed = self._account.close()
         if len(self._members) >= _EVERYBODY * load:
-            self._costs.account(load, seconds, num_tokens)
+            self._costs.account(load, closed)
 
     def _begin_anew(self) -> None:
         """Nobody was here for long."""

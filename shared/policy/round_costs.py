@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shared.policy.account import Closed
 from shared.policy.overhead import Overhead, forgotten, nearest_power
 from shared.policy.plain_steps import PlainSteps
 from shared.policy.shape import PLAIN, Shape
@@ -145,10 +146,10 @@ class RoundCosts:
         """Those at this load."""
         return self._trials.setdefault(nearest_power(load), Trials())
 
-    def account(self, load: int, seconds: float, num_tokens: int) -> None:
-        """All sequences together came by so many tokens in that time, whatever they did."""
-        worth = num_tokens / self.plain.tokens(load) * self.plain.seconds(load) / load
-        self.trials(load).account(seconds, worth)
+    def account(self, load: int, closed: Closed) -> None:
+        """What the sequences came by, whatever they did."""
+        worth = closed.tokens_each / self.plain.tokens(load) * self.plain.seconds(load)
+        self.trials(load).account(closed.seconds, worth, closed.num_tokens)
 
     def note_trial(self, load: int, drafting: bool, gain: float, busy: float) -> None:
         """Rounds are to be made at this load, or are not, that seem to bring so many times what plain decoding does."""
@@ -157,7 +158,8 @@ class RoundCosts:
             trials.go_on(busy, gain)
             self.cancel_trials(busy, trials)
         else:
-            trials.end(busy, gain)
+            if gain > 0:  # else it was found for nobody, who may end soon or come with too much to catch up with
+                trials.end(busy, gain)
             self.cancel_trials(busy)
 
     def cancel_trials(self, busy: float, but: Trials | None = None) -> None:

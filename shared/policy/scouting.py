@@ -16,6 +16,10 @@ _HALVINGS = 2
 _STEPS = 3
 # What a scout's round takes of everybody's cores beside its draft steps: messages, and the processes that they wake.
 _ROUND_SECONDS = 0.002
+# It slows steps down by so many times at most, as where both share their cores: what takes longer was held up by
+# something else. And a step that was looked at speaks for those not looked at, of so much time.
+_MOST_SLOWED = 2.0
+_LOOKED_AT_SECONDS = 0.04
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
 
@@ -42,17 +46,20 @@ class Scouting:
         """α as good as it may be by now."""
         return acceptance.rate_at_best(0.5 ** ((busy - self._last_round) / _ACCEPTANCE_HALF_LIFE))
 
-    def observe_round(self, busy: float) -> None:
-        """What is known of α is fresh."""
+    def observe_round(self, busy: float, of_all: bool) -> None:
+        """What is known of α is fresh; if there was a round `of_all` who draft, no scout is needed for a while."""
         self._last_round = busy
-        self._from = max(self._from, busy + _ACCEPTANCE_HALF_LIFE)
+        if of_all:
+            self._from = max(self._from, busy + _ACCEPTANCE_HALF_LIFE)
 
     def observe_step(self, received: float, seconds: float, plain: float) -> None:
         """Beside a scout a plain step took `seconds` up to then, one of those that are looked at, and would have taken
         `plain` without: what scouts take on the same cores may be several times what their draft steps do."""
         if received <= self._taken_until:
             return  # it ended before there was one
-        self._taken += (received - self._taken_until) * (1 - plain / seconds)
+        believed = min(seconds, _MOST_SLOWED * plain)
+        since = min(received - self._taken_until, max(believed, _LOOKED_AT_SECONDS))
+        self._taken += since * max(0.0, 1 - plain / believed)
         self._taken_until = received
         self._from = max(self._from, self._sent_at + self._taken / self._share)
 

@@ -23,6 +23,8 @@ _PROVEN_ROUNDS = 64.0
 # itself. From their beginning on, however good the latest ones seem: catching up is in it, and all else that nobody
 # reckoned with.
 PAY_FROM = 1.08
+# So many tokens tell that to some percents, of one trial or of several in a row: how many a round brings is chance.
+_TELLING_TOKENS = 512
 # What counts less than this is to be found out again.
 _LITTLE = 0.5
 
@@ -44,8 +46,10 @@ class Trials:
         # How many rounds of everybody it had, and how many up to its latest decision; those that paid, since any that
         # did not.
         self._num_rounds = self._num_decided = self._num_proven = 0.0
-        # How long it has gone on, and how long plain steps would have taken for as much.
+        # How long it and those before it have gone on, how long plain steps would have taken for as much, and how many
+        # tokens that is, as long as these are too few to tell, or it goes on.
         self._took = self._worth = 0.0
+        self._num_tokens = 0
         # What its first rounds should have taken and took, of which load and shape, if that is to be found out.
         self._measures = False
         self._which: tuple[int, Hashable] | None = None
@@ -71,8 +75,9 @@ class Trials:
             self._began, self._lost = now, 0.0
             self._measures = self.is_forgotten(now)
             self._num_rounds = self._num_decided = 0.0
-            self._took = self._worth = 0.0
             self._which = None
+            if self._measures:
+                self._close_account()
         else:
             self._lost += (now - self._noted_at) * max(0.0, 1 + _UNKNOWN_LOSS - gain)
             self._num_proven = self._num_proven + self._num_rounds - self._num_decided if self._pay(gain) else 0.0
@@ -80,11 +85,12 @@ class Trials:
                 self.num_failed, self._half_life = 0, _FIRST_HALF_LIFE
         self._num_decided, self._noted_at, self._gain = self._num_rounds, now, gain
 
-    def account(self, seconds: float, worth: float) -> None:
-        """What came in so many seconds plain steps would have brought in `worth`."""
+    def account(self, seconds: float, worth: float, num_tokens: int) -> None:
+        """So many tokens came in so many seconds, which plain steps would have brought in `worth`."""
         if self.running:
             self._took += seconds
             self._worth += worth
+            self._num_tokens += num_tokens
 
     def is_forgotten(self, now: float) -> bool:
         """Whether what rounds took counts for little: so long ago were the last, if there were any."""
@@ -120,7 +126,7 @@ class Trials:
             return
         lasted = now - self._began
         self._began = None
-        if lasted > _SOON * self._half_life:
+        if lasted > _SOON * self._half_life and self._paid:
             self.num_failed = 0
             self._half_life = _FIRST_HALF_LIFE
         else:
@@ -129,16 +135,28 @@ class Trials:
             # If they turn out to lose only now that plain steps were measured, they did from the beginning.
             lost = max(self._lost, lasted * (1 - gain), self._took - self._worth)
             self._half_life = min(max(2 * self._half_life, _TIMES_LOST * lost), _LONGEST_HALF_LIFE)
+        self._close_account()
 
     def cancel(self, now: float) -> None:
         """They end for another reason: in vain if they were known not to pay."""
         if self._began is not None and self._num_rounds >= _MEASURED_ROUNDS and not self._pay(self._gain):
             self.end(now, self._gain)
         self._began = None
+        if self._num_tokens >= _TELLING_TOKENS:
+            self._close_account()
 
     def _pay(self, gain: float) -> bool:
         """Whether they do, where the latest ones seem to bring so much."""
-        return gain >= 1 and (self._took == 0 or self._worth >= PAY_FROM * self._took)
+        return gain >= 1 and self._paid
+
+    @property
+    def _paid(self) -> bool:
+        """Whether they did in all, as far as can be told."""
+        return self._num_tokens < _TELLING_TOKENS or self._worth >= PAY_FROM * self._took
+
+    def _close_account(self) -> None:
+        self._took = self._worth = 0.0
+        self._num_tokens = 0
 
     def confidence(self, now: float) -> float:
         """How much what the rounds took still counts, 0 to 1."""

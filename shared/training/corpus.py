@@ -39,7 +39,9 @@ class Corpus(NamedTuple):
 
 def read_texts(folder: Path, pattern: str, seed: int) -> list[str]:
     """All files below `folder` whose names match `pattern`, in an order that `seed` gives. Raises
-    StartupError for a pattern that is none."""
+    StartupError for a folder or a pattern that is none."""
+    if not folder.is_dir():
+        raise StartupError(f"text {folder} is no folder")
     try:
         found = [path for path in folder.rglob(pattern) if path.is_file()]
     except (NotImplementedError, ValueError) as error:

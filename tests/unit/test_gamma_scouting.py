@@ -122,23 +122,32 @@ def test_pauses_between_short_loads_earn_a_scout_no_time() -> None:
     assert 0 < num_scouts * 0.024 <= 0.003 * 300 * 0.1
 
 
-@pytest.mark.parametrize(("beside", "taken"), [(0.05, 10 * (2 * 0.04 + 0.002)), (0.3, 10 * 0.25)])
-def test_what_a_scout_takes_is_what_plain_steps_beside_it_take_longer(beside: float, taken: float) -> None:
+@pytest.mark.parametrize(
+    ("steps", "taken"),
+    [
+        ([0.05] * 40, 10 * (2 * 0.04 + 0.002)),  # what drafting takes, where it slows nothing down
+        ([0.09] * 40, 40 * 0.04),
+        ([0.09] * 39 + [60.0], 39 * 0.04 + 0.05),  # one was held up by something else
+        ([0.09, 0.00001] * 20, 20 * 0.04),  # the results of two came together
+    ],
+)
+def test_what_a_scout_takes_is_what_plain_steps_beside_it_take_longer(steps: list[float], taken: float) -> None:
     """On the same cores that may be several times what its draft steps do."""
     clock = Clock()
     found = controller(flat(0.05), flat(0.04), clock)
     sent_at: list[float] = []
+    scout = Drafting(found.acceptance, coupled=True)
     while len(sent_at) < 3:
-        scout = Drafting(found.acceptance, coupled=True)
         assert found.choose(scout, situation(1)) == 0
-        if scout.num_scouting_rounds:
-            sent_at.append(clock.now)
-        for _ in range(10):
-            took = beside if scout.num_scouting_rounds else 0.05
+        scouts = scout.num_scouting_rounds > 0
+        if scouts:
+            sent_at.append(found._busy_seconds)
+        for took in steps if scouts else [0.05]:
             clock.now += took
             found.observe_plain(1, took, clock.now)
+            if scouts:
+                assert found.choose(scout, situation(1)) == 0
         scout.num_scouting_rounds = 0
-        found.leave(scout, None)
     pauses = [after - before for before, after in pairwise(sent_at)]
     assert pauses == pytest.approx([200 * taken, 400 * taken], rel=0.15)
 
@@ -150,7 +159,11 @@ def test_nobody_scouts_while_what_all_found_is_fresh(fresh: bool) -> None:
     found = controller(flat(0.05), flat(0.045), clock)
     sequences = [drafting(0.99 if i == 0 else 0.05) for i in range(8)]
     if fresh:
+        for each in sequences:
+            found._activate(each, situation(8))
         found.observe_round(8, Shape(2), 1, 0.12)
+        for each in sequences:
+            found._deactivate(each)
     began = clock.now
     while not sequences[0].num_scouting_rounds:
         assert clock.now < began + 60

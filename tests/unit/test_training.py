@@ -359,6 +359,8 @@ def test_a_folder_that_cannot_be_written_to_is_found_at_once(target: Path, corpu
         Trainer(teacher, MedusaStudent(teacher, 1), corpus, tmp_path / "begun", LESSONS, "medusa")
     with pytest.raises(StartupError, match="matches no names"):
         read_texts(tmp_path, "/x*", 0)
+    with pytest.raises(StartupError, match="is no folder"):
+        read_texts(tmp_path / "file", "*", 0)
     for minutes in (float("nan"), float("inf"), 0.0):
         with pytest.raises(StartupError, match="minutes is"):
             train_head(str(target), WantedHead("medusa", 1), Text(), minutes, tmp_path, lambda _: None, lambda _: None)

@@ -185,11 +185,11 @@ def test_what_all_brought_too_little_from_its_beginning_on_was_in_vain(
     worth: float, failed: bool, counts_for: int
 ) -> None:
     trials = Trials()
-    trials.account(100.0, 0.0)  # before
+    trials.account(100.0, 0.0, 9999)  # before
     trials.go_on(10.0, 1.2)
     for _ in range(7):
         round_ended(trials, 12.0)
-    trials.account(2.0, 2.0 * worth)
+    trials.account(2.0, 2.0 * worth, 600)
     trials.go_on(12.0, 1.2)
     trials.cancel(12.0)
     assert trials.num_failed == failed
@@ -202,8 +202,43 @@ def test_rounds_that_brought_too_little_make_up_for_nothing(worth: float, num_fa
     for _ in range(3):
         now = try_in_vain(trials, now + 1, 0.04)
     trials.go_on(now, 1.2)
-    trials.account(1.0, worth)
+    trials.account(1.0, worth, 600)
     for _ in range(70):
         round_ended(trials, now)
     trials.go_on(now, 1.2)
+    assert trials.num_failed == num_failed
+
+
+def test_what_came_of_short_trials_tells_together() -> None:
+    """How many tokens a round brings is chance: few of them say nothing."""
+    trials, now, failed = Trials(), 10.0, list[int]()
+    for _ in range(12):
+        trials.go_on(now, 1.2)
+        for _ in range(8):
+            round_ended(trials, now)
+        trials.account(1.0, 0.9, 100)
+        trials.cancel(now)
+        now += 0.5
+        failed.append(trials.num_failed)
+    assert failed == [0] * 5 + [1] * 6 + [2]
+
+
+def test_what_came_of_a_trial_long_ago_does_not_count_with_the_next() -> None:
+    trials = Trials()
+    for now, worth in ((10.0, 0.1), (500.0, 1.2)):
+        trials.go_on(now, 1.2)
+        for _ in range(8):
+            round_ended(trials, now)
+        trials.account(1.0, worth, 400)
+        trials.cancel(now)
+    assert trials.num_failed == 0
+
+
+@pytest.mark.parametrize(("worth", "num_failed"), [(90.0, 1), (120.0, 0)])
+def test_rounds_that_went_on_for_long_were_in_vain_if_they_brought_too_little(worth: float, num_failed: int) -> None:
+    trials = Trials()
+    trials.go_on(10.0, 1.2)
+    round_ended(trials, 110.0)
+    trials.account(100.0, worth, 4000)
+    trials.end(110.0, 1.0)
     assert trials.num_failed == num_failed
