@@ -9,7 +9,7 @@ from shared.policy.drafting import Situation
 # What took longer than so many plain steps, more than rounds do, says nothing of them: something held it up. And who
 # tells of the tokens of more than are granted at a time was not asked meanwhile.
 _LONGEST_STEPS = 16
-_MOST_GRANTED_STEPS = 40
+_LONGEST_ABSENCE_STEPS = 40
 
 
 class Closed(NamedTuple):
@@ -46,7 +46,7 @@ class Account:
             if self._counts:
                 self._closed = self._closed._replace(seconds=self._closed.seconds + seconds)
             self._received, self._prefill_seconds = now.received, now.prefill_seconds
-        if before is not None and now.received - before.received <= _MOST_GRANTED_STEPS * plain_seconds:
+        if before is not None and now.received - before.received <= _LONGEST_ABSENCE_STEPS * plain_seconds:
             self.note_tokens(now.num_output - before.num_output, num_sequences)
 
     def note_tokens(self, num_tokens: int, num_sequences: int) -> None:

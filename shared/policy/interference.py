@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 # Catching up may take so many times as long as it should, where they share their cores.
-_SAME_CORES = 2.0
+SAME_CORES = 2.0
 # How much a plain step beside it counts against those before.
 _WEIGHT = 0.2
 
@@ -18,7 +18,7 @@ class Interference:
     """
 
     def __init__(self) -> None:
-        self.slowdown = _SAME_CORES
+        self.slowdown = SAME_CORES
         # When it is over at the latest.
         self.over_at = -math.inf
         # When it is going on at the least.
@@ -28,7 +28,7 @@ class Interference:
         """The drafter is at work for so long if nothing holds it up, behind what it is still at."""
         self._from = max(self.over_at, now)
         self._until = self._from + seconds
-        self.over_at = self._from + _SAME_CORES * seconds
+        self.over_at = self._from + SAME_CORES * seconds
 
     def go_on(self, until: float) -> None:
         """It is still at work then."""
@@ -37,4 +37,4 @@ class Interference:
     def observe(self, began: float, ended: float, times_longer: float) -> None:
         """A plain step took so many times longer than without it."""
         if self._from <= began and ended <= self._until:
-            self.slowdown += _WEIGHT * (min(max(times_longer, 1.0), _SAME_CORES) - self.slowdown)
+            self.slowdown += _WEIGHT * (min(max(times_longer, 1.0), SAME_CORES) - self.slowdown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.policy.acceptance import Acceptance, expected_tokens
 from shared.policy.drafting import Drafting
+from shared.policy.interference import SAME_CORES
 from shared.policy.round_costs import RoundCosts
 
 # A scout drafts for so many rounds, so many tokens each (behind a rejected one they say nothing, so few at a time say
@@ -16,9 +17,7 @@ _HALVINGS = 2
 _STEPS = 3
 # What a scout's round takes of everybody's cores beside its draft steps: messages, and the processes that they wake.
 _ROUND_SECONDS = 0.002
-# It slows steps down by so many times at most, as where both share their cores: what takes longer was held up by
-# something else. And a step that was looked at speaks for those not looked at, of so much time.
-_MOST_SLOWED = 2.0
+# A step that was looked at speaks for those not looked at, of so much time.
 _LOOKED_AT_SECONDS = 0.04
 # What was learnt of acceptance counts half after so many seconds without a round.
 _ACCEPTANCE_HALF_LIFE = 10.0
@@ -57,7 +56,7 @@ class Scouting:
         `plain` without: what scouts take on the same cores may be several times what their draft steps do."""
         if received <= self._taken_until:
             return  # it ended before there was one
-        believed = min(seconds, _MOST_SLOWED * plain)
+        believed = min(seconds, SAME_CORES * plain)  # what takes longer was held up by something else
         since = min(received - self._taken_until, max(believed, _LOOKED_AT_SECONDS))
         self._taken += since * max(0.0, 1 - plain / believed)
         self._taken_until = received
