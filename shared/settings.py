@@ -70,27 +70,30 @@ class FileSource(PydanticBaseSettingsSource):
         raise NotImplementedError("the file is read whole, by __call__")
 
     def __call__(self) -> dict[str, Any]:
-        path = self.current_state.get("config") or os.environ.get("OUTRIDER_CONFIG")
-        if not path:
-            return {}
-        try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SettingsError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise SettingsError(f"config {str(path)!r} is not TOML: {error}") from error
         assert issubclass(self.settings_cls, ServiceSettings)
-        known_tables = ", ".join(f"[{name}]" for name in SERVICES)
-        for name, table in tables.items():
-            if name not in SERVICES or not isinstance(table, dict):
-                raise SettingsError(
-                    f"config {str(path)!r} has {name!r} at its top, where only {known_tables} may stand"
-                )
-        table = tables.get(self.settings_cls.service, {})
-        for name in table:
-            if name not in self.settings_cls.model_fields or name == "config":
-                raise SettingsError(f"config {str(path)!r}: [{self.settings_cls.service}] has no setting {name!r}")
-        return dict(table)
+        return _read_table(self.settings_cls, self.current_state.get("config"))
+
+
+def _read_table(settings: type[ServiceSettings], config: object) -> dict[str, Any]:
+    """What the service's table of `config` sets, else of the file that the environment names, if any."""
+    path = config or os.environ.get("OUTRIDER_CONFIG")
+    if not path:
+        return {}
+    try:
+        tables = tomllib.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"config {str(path)!r} is not TOML: {error}") from error
+    known_tables = ", ".join(f"[{name}]" for name in SERVICES)
+    for name, table in tables.items():
+        if name not in SERVICES or not isinstance(table, dict):
+            raise SettingsError(f"config {str(path)!r} has {name!r} at its top, where only {known_tables} may stand")
+    table = tables.get(settings.service, {})
+    for name in table:
+        if name not in settings.model_fields or name == "config":
+            raise SettingsError(f"config {str(path)!r}: [{settings.service}] has no setting {name!r}")
+    return dict(table)
 
 
 class ServiceSettings(BaseSettings):
@@ -185,8 +188,11 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, environment, file, in this order."""
-        environment = EnvSettingsSource(settings_cls, env_prefix=cls.environment_name(""))
-        return init_settings, environment, FileSource(settings_cls)
+        return init_settings, cls._environment(), FileSource(settings_cls)
+
+    @classmethod
+    def _environment(cls) -> EnvSettingsSource:
+        return EnvSettingsSource(cls, env_prefix=cls.environment_name(""))
 
     @classmethod
     def environment_name(cls, name: str) -> str:
@@ -203,6 +209,14 @@ class ServiceSettings(BaseSettings):
             return cls(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
         except ValidationError as error:
             raise SettingsError("; ".join(cls._complaint(detail) for detail in error.errors())) from None
+
+    @classmethod
+    def without_flags(cls, config: str | None) -> dict[str, object]:
+        """What the environment sets, else the file `config`, as it stands there: what flags win over.
+
+        Raises SettingsError if the file cannot be used.
+        """
+        return {**_read_table(cls, config), **cls._environment()()}
 
     @classmethod
     def _complaint(cls, detail: ErrorDetails) -> str:

@@ -16,7 +16,9 @@ from typing import Self
 from services.cli.launcher import PARENT, worker_environment
 from services.cli.ports import claim_port, free_ports
 from services.cli.process import LogSink, ServiceProcess
-from services.draft.settings import NO_MODEL
+from services.draft.settings import NO_MODEL, DraftSettings
+from services.router.settings import RouterSettings
+from services.target.settings import TargetSettings
 from shared.engine.source import check_source
 from shared.models import DEMO_DRAFT, DEMO_TARGET
 from shared.redis.server import RedisServer, RedisServerError
@@ -24,11 +26,17 @@ from shared.registry.keys import DEFAULT_DEPLOYMENT
 from shared.security.identity import PLAIN, Identity, Service
 from shared.security.pem import parse_authorities, parse_chain
 from shared.security.watched_files import WatchedFiles
-from shared.settings import StartupError
+from shared.settings import ServiceSettings, StartupError
 
 LOOPBACK = "127.0.0.1"
 
 _REDIS_WATCH_SECONDS = 0.5
+
+_SETTINGS: dict[Service, type[ServiceSettings]] = {
+    "router": RouterSettings,
+    "target": TargetSettings,
+    "draft": DraftSettings,
+}
 
 # Of one machine's or device's memory: what all workers may take, and the drafter, which is the smaller model.
 _MEMORY_SHARE = 0.9
@@ -85,6 +93,8 @@ class Stack:
         # Whose health is asked for is asked as the router.
         self._identity = PLAIN if settings.certs is None else router_identity(settings.certs)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        # Said once, not for every process of a service.
+        self._unused: set[tuple[Service, str]] = set()
         self._redis: RedisServer | None = None
         self._keeping_redis: asyncio.Task[None] | None = None
 
@@ -199,9 +209,9 @@ class Stack:
         }
         address["router"] = f"{settings.host}:{claim_port(settings.host, settings.port)}"
 
-        engine = {"device": settings.device, "dtype": settings.dtype, "num-threads": settings.num_threads}
+        engine = {"device": settings.device, "dtype": settings.dtype, "num_threads": settings.num_threads}
         inside = settings.draft if settings.num_drafts == 0 and settings.draft != NO_MODEL else None
-        own_drafts = {"draft": inside, "head": settings.head, "early-exit": settings.early_exit}
+        own_drafts = {"draft": inside, "head": settings.head, "early_exit": settings.early_exit}
         for name in targets:
             role = name.partition("-")[0]
             self._add(
@@ -226,24 +236,36 @@ class Stack:
         return [f"{role}-{i}" for role, count in pools.items() for i in range(count)]
 
     def _add(self, name: str, address: str, flags: Mapping[str, object], *, service: Service) -> None:
+        """Raises SettingsError for what the process would end of, seconds later."""
         host, _, port = address.rpartition(":")
         flags = {"host": host, "port": port, "config": self.settings.config, **flags}
-        flags |= {"drain-seconds": self.settings.drain_seconds}
-        command = [sys.executable, "-m", "services.cli.main", service]
-        command += [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
-        environment = {**os.environ, PARENT: str(os.getpid())}
-        # Not a flag: the URL holds a password, and anybody can list a process's arguments.
-        environment[f"OUTRIDER_{service.upper()}_REDIS_URL"] = self.redis.url
+        flags |= {"drain_seconds": self.settings.drain_seconds}
+        flags = {setting: value for setting, value in flags.items() if value is not None}
+        # No flags: a URL holds a password, and anybody can list a process's arguments.
+        unseen: dict[str, object] = {"redis_url": self.redis.url}
         if self.settings.prefix_store and service != "draft":
-            environment[f"OUTRIDER_{service.upper()}_PREFIX_STORE"] = self.redis.url
+            unseen["prefix_store"] = self.redis.url
         if self.settings.certs is not None:
-            environment |= _tls_environment(service, self.settings.certs)
+            unseen |= _tls(service, self.settings.certs)
+        self._check(service, {**flags, **unseen})
+        command = [sys.executable, "-m", "services.cli.main", service]
+        command += [f"--{setting.replace('_', '-')}={value}" for setting, value in flags.items()]
+        environment = {**os.environ, PARENT: str(os.getpid())}
+        environment |= {_SETTINGS[service].environment_name(setting): str(value) for setting, value in unseen.items()}
         environment |= self.settings.environment.get(name, {})
         if service != "router":
             environment.setdefault(f"OUTRIDER_{service.upper()}_MEMORY_SHARE", str(self._memory_share(service)))
             environment = worker_environment(environment)
         connect_to = partial(self._identity.connect, service=service)
         self.processes[name] = ServiceProcess(name, command, environment, address, self._log, connect_to)
+
+    def _check(self, service: Service, given: Mapping[str, object]) -> None:
+        """Logs what the environment or the file sets and the stack gives otherwise. Raises SettingsError."""
+        _SETTINGS[service].load(**given)
+        for setting, value in _SETTINGS[service].without_flags(self.settings.config).items():
+            if setting in given and str(value) != str(given[setting]) and (service, setting) not in self._unused:
+                self._unused.add((service, setting))
+                self._log("stack", f"{service} setting {setting} is not used: the stack gives its own")
 
     def _memory_share(self, service: str) -> float:
         """What a worker may take of the memory that all workers of the stack share."""
@@ -265,6 +287,6 @@ def router_identity(certs: Path) -> Identity:
     return Identity(own, WatchedFiles([certs / "ca.pem"], parse_authorities), None, DEFAULT_DEPLOYMENT)
 
 
-def _tls_environment(service: Service, certs: Path) -> dict[str, str]:
-    files = {"CERT": f"{service}.pem", "KEY": f"{service}-key.pem", "CA": "ca.pem"}
-    return {f"OUTRIDER_{service}_TLS_{name}".upper(): str((certs / file).absolute()) for name, file in files.items()}
+def _tls(service: Service, certs: Path) -> dict[str, Path]:
+    files = {"tls_cert": f"{service}.pem", "tls_key": f"{service}-key.pem", "tls_ca": "ca.pem"}
+    return {setting: (certs / file).absolute() for setting, file in files.items()}

@@ -176,3 +176,34 @@ async def test_a_model_folder_that_is_not_there_starts_nothing(models: dict[str,
     with pytest.raises(StartupError, match=r"there is no model folder .*nowhere"):
         await stack.__aenter__()
     assert not stack.processes
+
+
+async def test_what_a_service_would_refuse_starts_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "outrider.toml"
+    for text, complaint in (
+        ("[router]\nmax_nodes = 3\n", "[router] has no setting 'max_nodes'"),
+        ("[target]\nblock_size = 0\n", "target setting block_size"),
+        ("[target\n", "is not TOML"),
+    ):
+        config.write_text(text)
+        stack = Stack(StackSettings(port=0, config=str(config)))
+        with pytest.raises(StartupError) as refusal:
+            await stack.__aenter__()
+        assert complaint in str(refusal.value)
+        assert not started(stack)
+    with pytest.raises(StartupError, match=r"target setting dtype .* is 'float15'"):
+        await Stack(StackSettings(port=0, dtype="float15")).__aenter__()
+    assert NoRedis.running == 0
+
+
+async def test_settings_that_the_stack_gives_itself_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "outrider.toml"
+    config.write_text('[router]\nport = 7\nlog_level = "debug"\n[target]\nmodel = "other"\ndtype = "float32"\n')
+    monkeypatch.setenv("OUTRIDER_DRAFT_REDIS_URL", "redis://:another@elsewhere:1")
+    settings = StackSettings(target="big", num_targets=2, port=0, num_threads=1, config=str(config))
+    async with Stack(settings) as stack:
+        said = [line for name, line in stack.lines if name == "stack"]
+    assert said == [
+        f"{name} is not used: the stack gives its own"
+        for name in ("target setting model", "draft setting redis_url", "router setting port")
+    ]
