@@ -9,14 +9,15 @@ from shared.policy.overhead import Overhead, forgotten, nearest_power
 from shared.policy.plain_steps import PlainSteps
 from shared.policy.shape import PLAIN, Shape
 from shared.policy.step_costs import StepCosts
+from shared.policy.trees import shallower
 from shared.policy.trials import Trials
 
 # How much more a shape that was never tried is taken to promise, so that each that comes close gets its chance. Smaller
 # ones are taken to be free of what larger ones were found to take beyond their model, too, but not to take less than
 # their share of those. And the next smaller one that was not tried for long, ever more of it, but slowly: what the one
-# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart. Of trees as deep
-# also the larger ones, up to so many times its tokens: they may have met a bad moment. And beside chains any tree, as
-# long as no other was: what their rows take may have been measured in one.
+# in use takes may have been learnt while the machine was faster, and nothing else tells the two apart. Of trees the
+# larger and the next deeper ones, too, up to so many times its tokens: they may have met a bad moment. And beside
+# chains any tree, as long as no other was: what their rows take may have been measured in one.
 _CURIOSITY = 0.04
 _CURIOSITY_AGAIN = 0.05
 _CURIOSITY_GROWS = 0.5
@@ -91,12 +92,14 @@ class RoundCosts:
         `used`."""
         credit, again = _CURIOSITY, 0.0
         gamma, of_used = shape.num_draft_tokens, used.num_draft_tokens
-        if gamma <= of_used and shape.num_verified < used.num_verified:
-            next_smaller = of_used - 1 if shape.is_tree == used.is_tree else of_used
+        if gamma <= of_used and shape.num_verified <= used.num_verified and shape != used:
+            next_smaller = of_used if used.is_tree else of_used - 1
+            if shape.is_tree:
+                next_smaller = shallower(of_used)
             again = _CURIOSITY_AGAIN if gamma == next_smaller else 0.0
             at_least = max(self.expected(load, shape), self.seconds(load, used, busy) * gamma / of_used)
             credit += max(0.0, self.seconds(load, shape, busy) / at_least - 1)
-        elif shape.is_tree and used.is_tree and gamma == of_used and shape.num_verified > used.num_verified:
+        elif shape.is_tree and used.is_tree and of_used in (gamma, shallower(gamma)) and shape != used:
             again = _CURIOSITY_AGAIN if shape.num_verified < _MUCH_LARGER * used.num_verified else 0.0
         count, num_recent = self._overhead.count(load, shape), self._overhead.num_recent(load, shape)
         if shape.is_tree and used != PLAIN and not used.is_tree:

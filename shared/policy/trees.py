@@ -25,22 +25,26 @@ _PRIOR_BRANCHING: Final = 3.0
 _PRIOR_WEIGHT: Final = 8.0
 _LEAST_MISSES: Final = 0.01
 _MEMORY: Final = 200.0
-# What a shape brought is remembered for so many rounds; before, what it should bring is taken to have been right for so
-# many tokens.
+# What shapes brought is remembered for so many rounds. Before, what all should bring is taken to have been right for so
+# many tokens, and one to bring as much of it as all.
 _MEMORY_ROUNDS: Final = 128.0
 _PRIOR_TOKENS: Final = 50.0
 
 
+def shallower(depth: int) -> int:
+    """The greatest depth of trees below that; 0 if there is none."""
+    return max((each for each in _DEPTHS if each < depth), default=0)
+
+
 class _Brought:
-    """Tokens that rounds of a shape should have brought, and what they did."""
+    """Tokens that rounds should have brought, and what they did."""
 
     def __init__(self) -> None:
-        self._num_rounds = 0.0
-        self._expected = self._found = _PRIOR_TOKENS
+        self._num_rounds = self._expected = self._found = 0.0
 
-    @property
-    def share(self) -> float:
-        return self._found / self._expected
+    def share(self, prior: float) -> float:
+        """`prior`: what is believed before there are any."""
+        return (self._found + _PRIOR_TOKENS * prior) / (self._expected + _PRIOR_TOKENS)
 
     def add(self, expected: float, found: float) -> None:
         kept = min(1.0, _MEMORY_ROUNDS / (self._num_rounds + 1))
@@ -58,9 +62,10 @@ class Trees:
         1 - b^(-k) (1 - α)
 
     as the b likeliest tokens together are missed the less the more they are. A round of it brings what a chain of γ
-    would with this in place of α, times what rounds of that shape brought of that: some are deeper where it is easy, or
-    copied and deeper than asked for. The exponent k and these shares are learnt from all that are grown, and differ
-    little from text to text.
+    would with this in place of α, times what rounds of that shape, or as long as there were few those of all, brought
+    of that: some are deeper where it is easy, or copied and deeper than asked for, and where easy places come together
+    all bring more. The exponent k and these shares are learnt from all that are grown, and differ little from text to
+    text.
     """
 
     def __init__(self, most_nodes: int) -> None:
@@ -72,6 +77,7 @@ class Trees:
         self._log_branching = _PRIOR_WEIGHT * math.log(_PRIOR_BRANCHING)
         self._missed = _PRIOR_WEIGHT * _PRIOR_MISSES
         self._brought: dict[Shape, _Brought] = {}
+        self._all_brought = _Brought()
 
     def shapes(self, target: StepCosts, load: int, most_depth: int) -> Sequence[Shape]:
         """Those worth considering where `load` sequences draft alike."""
@@ -91,9 +97,11 @@ class Trees:
 
     def tokens(self, acceptance_rate: float, shape: Shape) -> float:
         """What a round with such trees brings a sequence whose chains hold the next token with that chance."""
+        expected = self._expected(acceptance_rate, shape)
+        # One that is deeper than asked for says so itself.
+        of_all = min(self._all_brought.share(1.0), (shape.num_draft_tokens + 1) / expected)
         brought = self._brought.get(shape)
-        expected = self._expected(acceptance_rate, shape) * (1.0 if brought is None else brought.share)
-        return min(expected, shape.num_nodes + 1.0)
+        return min(expected * (of_all if brought is None else brought.share(of_all)), shape.num_nodes + 1.0)
 
     def observe(self, acceptance_rate: float, shape: Shape, num_accepted: int, ended: bool = False) -> None:
         """Of a proposal where such a tree was asked for so many tokens were accepted, and with the last of them the
@@ -110,7 +118,8 @@ class Trees:
         self._missed *= kept
         if not ended:
             expected = self._expected(acceptance_rate, shape)
-            self._brought.setdefault(shape, _Brought()).add(expected, num_accepted + 1)
+            for brought in (self._brought.setdefault(shape, _Brought()), self._all_brought):
+                brought.add(expected, num_accepted + 1)
 
     def _expected(self, acceptance_rate: float, shape: Shape) -> float:
         """The same by all trees' misses alone."""

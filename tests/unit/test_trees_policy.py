@@ -61,6 +61,22 @@ def test_what_a_shape_brings_beside_that_is_learnt_of_itself() -> None:
     assert trees.tokens(0.1, Shape(2, 15)) < 1.6, "nor is it held to that for long"
 
 
+def test_what_all_shapes_bring_beside_that_is_expected_of_one_that_was_not_tried() -> None:
+    """Every tenth round of the one that was goes on behind its depth: what it brings beyond its misses."""
+    trees, as_deep_as_asked = Trees(16), Trees(16)
+    tried, other = Shape(3, 11), Shape(4, 15)
+    total = 0
+    for round_number in range(1000):
+        num_accepted = 7 if round_number % 10 == 0 else round_number % 4
+        total += num_accepted + 1
+        trees.observe(0.5, tried, num_accepted)
+        as_deep_as_asked.observe(0.5, tried, min(num_accepted, 3))
+    more = total / 1000 / as_deep_as_asked.tokens(0.5, tried)
+    assert more > 1.1
+    assert trees.tokens(0.5, other) == pytest.approx(more * as_deep_as_asked.tokens(0.5, other), rel=0.05)
+    assert trees.tokens(1.0, other) == 5.0, "but not more than it is deep"
+
+
 @pytest.mark.parametrize(
     ("alpha", "num_accepted"), [(0.0, 0), (0.98, 0), (1.0, 0), (1.4, 3), (0.02, 3), (1.0, 3), (0.5, 60)]
 )
@@ -180,13 +196,23 @@ def test_the_policy_drafts_trees_where_they_bring_more(streams: int, misses: flo
         assert chosen > 1.05 * chains
 
 
+SMALL = Shape(3, 11)
+
+
 def rounds_of(
-    target: StepCosts, num_rounds: int, seconds: Callable[[Shape], float], rate: float, exponent: float
+    target: StepCosts,
+    num_rounds: int,
+    seconds: Callable[[Shape], float],
+    rate: float,
+    exponent: float | Callable[[Shape], float],
+    draft: float = 0.001,
+    most: Shape = SMALL,
 ) -> list[Shape]:
-    """Shapes that one sequence is given, with up to 3 tokens in a line: plain steps take 10 ms, rounds these seconds, a
-    chain holds the next token with the chance `rate`, and trees miss it the less the more they branch."""
+    """Shapes that one sequence is given, `most` at most: plain steps take 10 ms, rounds these seconds, a chain holds
+    the next token with the chance `rate`, and trees miss it the less the more they branch."""
     now = [0.0]
-    controller = GammaController(target, StepCosts([(1, 0.001), (512, 0.001)]), 3, lambda: now[0], max_num_nodes=11)
+    costs = StepCosts([(1, draft), (512, draft)])
+    controller = GammaController(target, costs, most.num_draft_tokens, lambda: now[0], max_num_nodes=most.num_nodes)
     sequence, dice, shapes = Drafting(controller.acceptance, coupled=True), random.Random(4), list[Shape]()
     for _ in range(num_rounds):
         shape = Shape(controller.choose(sequence, situation()), sequence.num_nodes)
@@ -196,12 +222,15 @@ def rounds_of(
         else:
             now[0] += seconds(shape)
             controller.observe_round(1, shape, 1, seconds(shape))
-        hit = 1 - (1 - rate) * max(shape.branching, 1.0) ** -exponent if shape != PLAIN else 0.0
+        power = exponent(shape) if callable(exponent) else exponent
+        hit = 1 - (1 - rate) * max(shape.branching, 1.0) ** -power if shape != PLAIN else 0.0
         drawn = [dice.random() < hit for _ in range(shape.num_draft_tokens)]
         num_accepted = (*drawn, False).index(False)
         if shape.is_tree:
             controller.trees.observe(rate, shape, num_accepted)
-        elif shape != PLAIN:
+            likeliest = [dice.random() < rate / hit for _ in range(num_accepted)]
+            num_accepted = (*likeliest, False).index(False)
+        if shape != PLAIN:
             sequence.acceptance.observe(shape.num_draft_tokens, num_accepted)
         shapes.append(shape)
     return shapes
@@ -218,6 +247,27 @@ def test_a_larger_tree_that_met_a_bad_moment_is_tried_again() -> None:
 
     late = rounds_of(FLAT, 3000, seconds, 0.6, 1.0)[1500:]
     assert sum(each.num_nodes == 11 for each in late) > 0.8 * len(late)
+
+
+@pytest.mark.parametrize(
+    ("better", "of_step", "exponent", "longer"),
+    [(Shape(4, 15), 0.0012, 0.95, 0.004), (Shape(6, 15), 0.0003, 0.75, 0.0015)],
+)
+def test_a_shallower_or_deeper_tree_that_met_a_bad_moment_is_tried_again(
+    better: Shape, of_step: float, exponent: float, longer: float
+) -> None:
+    num_better = 0
+
+    def seconds(shape: Shape) -> float:
+        nonlocal num_better
+        num_better += shape == better
+        bad = shape == better and num_better <= 80  # asked for twice each
+        return 0.0155 + shape.num_draft_tokens * of_step + longer * bad
+
+    flat = StepCosts([(1, 0.010), (16, 0.011), (24, 0.030), (512, 0.6)])
+    exponents = {better: exponent}
+    late = rounds_of(flat, 5000, seconds, 0.65, lambda shape: exponents.get(shape, 0.61), of_step, Shape(6, 15))[2500:]
+    assert sum(each == better for each in late) > 0.8 * len(late)
 
 
 # As if everything had taken a third longer just when those sizes were measured.
