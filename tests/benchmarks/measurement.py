@@ -29,11 +29,9 @@ FIXED_SHAPES = (
 """What the adaptive γ is measured against at one stream: up to the most that it may choose itself."""
 
 # So short a load is at the mercy of its few prompts and of the machine: a repeat runs it in turns with speculation
-# off and on, until there were so many seconds and so many loads without.
+# off and on, until there were so many seconds without and so many loads of each, fixed shapes included.
 _LEAST_SECONDS = 48.0
 _LEAST_LOADS = 4
-# Of a fixed shape a turn has one load, however many of speculation off and on.
-_LEAST_TURNS_WITH_FIXED = 4
 _MOST_TURNS = 64
 # And until it is known so well, as a share, how the two compare; on a noisy machine for at most so many times as long,
 # and beside the fixed shapes, which take most of the time, no longer.
@@ -160,9 +158,8 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
 def num_turns(off_seconds: float, with_fixed: bool) -> int:
     """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
     num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
-    least = _LEAST_TURNS_WITH_FIXED if with_fixed else 2
     turns = 2 * math.ceil(num_loads / (len(FIXED_SHAPES) if with_fixed else 2))
-    return min(max(least, turns), _MOST_TURNS)
+    return min(max(_LEAST_LOADS, turns), _MOST_TURNS)
 
 
 def is_known(turns: Sequence[Turn], with_fixed: bool) -> bool:
