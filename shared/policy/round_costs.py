@@ -93,9 +93,8 @@ class RoundCosts:
         credit, again = _CURIOSITY, 0.0
         gamma, of_used = shape.num_draft_tokens, used.num_draft_tokens
         if gamma <= of_used and shape.num_verified <= used.num_verified and shape != used:
-            next_smaller = of_used if used.is_tree else of_used - 1
-            if shape.is_tree:
-                next_smaller = shallower(of_used)
+            next_chain = of_used if used.is_tree else of_used - 1
+            next_smaller = shallower(of_used) if shape.is_tree else next_chain
             again = _CURIOSITY_AGAIN if gamma == next_smaller else 0.0
             at_least = max(self.expected(load, shape), self.seconds(load, used, busy) * gamma / of_used)
             credit += max(0.0, self.seconds(load, shape, busy) / at_least - 1)
