@@ -74,13 +74,13 @@ class FileSource(PydanticBaseSettingsSource):
         return _read_table(self.settings_cls, self.current_state.get("config"))
 
 
-def _read_table(settings: type[ServiceSettings], config: object) -> dict[str, Any]:
+def _read_table(settings: type[ServiceSettings], config: str | Path | None) -> dict[str, Any]:
     """What the service's table of `config` sets, else of the file that the environment names, if any."""
     path = config or os.environ.get("OUTRIDER_CONFIG")
     if not path:
         return {}
     try:
-        tables = tomllib.loads(Path(str(path)).read_text(encoding="utf-8"))
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
