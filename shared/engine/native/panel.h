@@ -8,14 +8,13 @@
 constexpr int PANEL = 32;
 
 // Rows computed at once in registers: as many as leave no accumulator outside one. And those that count as few: of them
-// a panel is read once from one end to the other, and takes no longer than memory.
+// a panel is read once from one end to the other, and takes hardly longer than memory.
 #if defined(__AVX512BF16__)
 constexpr int MOST_ROWS = 12;
-constexpr int FEW_ROWS = 6;
 #else
 constexpr int MOST_ROWS = 6;
-constexpr int FEW_ROWS = 3;
 #endif
+constexpr int FEW_ROWS = 6;
 
 // What panels in bf16 are multiplied by: AVX-512 multiplies pairs of bf16, AVX2 only floats.
 #if defined(__AVX512BF16__)
@@ -135,36 +134,53 @@ static void multiply(const bf16 *rows, int64_t stride, const Weight *panel, int6
         for (int c = 0; c < 2; c++) _mm512_storeu_ps(to + r * to_stride + c * 16, sums[r][c]);
 }
 #else
+// Narrow registers hold the sums of more than three rows for half a panel only. Of few rows so many units at a time are
+// multiplied for the one half and then, from the first cache, for the other: memory is read all the while. A whole panel
+// at a time it would rest while the second half is computed; but of many rows, whose arithmetic takes longer than
+// reading does, that saves putting sums away and taking them up again.
+constexpr int64_t UNITS_AT_ONCE = 16;
+
+// Units [begin, end) of columns from `first` on; adds to what `to` holds of units before them.
+template <int R, int COLUMNS, Source FROM, class Weight>
+ALWAYS_INLINE void multiply_columns(int first, const float *rows, int64_t stride, const Weight *panel, int64_t begin,
+                                    int64_t end, float *to, int64_t to_stride, Ahead ahead) {
+    __m256 sums[R][COLUMNS];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = begin ? _mm256_loadu_ps(to + r * to_stride + (first + c) * 8) : _mm256_setzero_ps();
+    for (int64_t j = begin; j < end; j++) {
+        const Weight *unit = panel + j * PANEL * UNIT<Weight>;
+        if (first == 0) fetch<FROM>(unit, ahead.at + j * ahead.step);
+#pragma GCC unroll 2
+        for (int second = 0; second < 2; second++) {
+            __m256 w[COLUMNS];
+#pragma GCC unroll 16
+            for (int c = 0; c < COLUMNS; c++) w[c] = widened(unit, first + c, second);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                __m256 value = _mm256_broadcast_ss(rows + r * stride + j * 2 + second);
+#pragma GCC unroll 16
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_fmadd_ps(value, w[c], sums[r][c]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int c = 0; c < COLUMNS; c++) _mm256_storeu_ps(to + r * to_stride + (first + c) * 8, sums[r][c]);
+}
+
 template <int R, Source FROM, class Weight>
 static void multiply(const float *rows, int64_t stride, const Weight *panel, int64_t units, float *to, int64_t to_stride,
                      Ahead ahead) {
     constexpr int COLUMNS = R <= 3 ? 4 : 2;
-    for (int first = 0; first < 4; first += COLUMNS) {
-        __m256 sums[R][COLUMNS];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_setzero_ps();
-        for (int64_t j = 0; j < units; j++) {
-            const Weight *unit = panel + j * PANEL * UNIT<Weight>;
-            if (first == 0) fetch<FROM>(unit, ahead.at + j * ahead.step);
-#pragma GCC unroll 2
-            for (int second = 0; second < 2; second++) {
-                __m256 w[COLUMNS];
-#pragma GCC unroll 16
-                for (int c = 0; c < COLUMNS; c++) w[c] = widened(unit, first + c, second);
-#pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    __m256 value = _mm256_broadcast_ss(rows + r * stride + j * 2 + second);
-#pragma GCC unroll 16
-                    for (int c = 0; c < COLUMNS; c++) sums[r][c] = _mm256_fmadd_ps(value, w[c], sums[r][c]);
-                }
-            }
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-            for (int c = 0; c < COLUMNS; c++) _mm256_storeu_ps(to + r * to_stride + (first + c) * 8, sums[r][c]);
+    const int64_t at_once = R <= 3 || FROM != Source::MEMORY_OF_FEW ? units : UNITS_AT_ONCE;
+    for (int64_t begin = 0; begin < units; begin += at_once) {
+        int64_t end = begin + at_once < units ? begin + at_once : units;
+        for (int first = 0; first < 4; first += COLUMNS)
+            multiply_columns<R, COLUMNS, FROM>(first, rows, stride, panel, begin, end, to, to_stride, ahead);
     }
 }
 #endif
