@@ -20,8 +20,7 @@ def check_request(request: target_pb2.TargetRequest, vocab_size: int) -> None:
         match operation.WhichOneof("operation"):
             case "prefill":
                 _check_prefill(f"{name}.prefill", operation.prefill, vocab_size)
-            case "verify":
-                check_token_ids(f"{name}.verify.proposal.token_ids", operation.verify.proposal.token_ids, vocab_size)
+            case "verify":  # any draft tokens: a drafter may have ids that the target lacks, none of which is accepted
                 check_range(f"{name}.verify.num_steps", operation.verify.num_steps, 0, _MAX_STEPS)
             case "export":
                 _check_ticket(f"{name}.export.ticket", operation.export.ticket)

@@ -119,7 +119,6 @@ def test_what_no_sequence_begins_with(spoilt: str) -> None:
         (0, "prefill.params.logit_bias", {1: NAN}, "prefill.params.logit_bias[1]"),
         (0, "prefill.num_steps", (1 << 32) - 1, "prefill.num_steps"),
         (0, "prefill.sequence_id", 3, "prefill.forks"),
-        (1, "verify.proposal.token_ids", [100], "verify.proposal.token_ids[0]"),
         (1, "verify.num_steps", (1 << 32) - 1, "verify.num_steps"),
         (2, "export.ticket", b"t" * 15, "export.ticket"),
         (3, "pull.ticket", b"t" * 17, "pull.ticket"),
