@@ -21,7 +21,14 @@ PatternOption = Annotated[str, typer.Option(metavar="GLOB", help="Names of the f
 SamplesOption = Annotated[
     int | None, typer.Option(metavar="N", min=4096, help="Train on so many tokens that the target writes instead.")
 ]
-MinutesOption = Annotated[float, typer.Option(metavar="M", min=0.01, help="How long, if it improves for so long.")]
+MinutesOption = Annotated[
+    float,
+    typer.Option(
+        metavar="M",
+        min=0.01,
+        help="How long it learns, if it improves for so long: reading or writing text, and trying it, is not counted.",
+    ),
+]
 SeedOption = Annotated[
     int, typer.Option(metavar="N", min=0, max=(1 << 32) - 1, help="The same seed sees the same text.")
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,8 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from shared.training.session import MadeDraft, MadeHead
+    from shared.training.samples import Writing
+    from shared.training.session import MadeDraft, MadeHead, OnProgress
     from shared.training.trainer import Progress
 
 _WIDTH = 24
@@ -21,22 +22,26 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @contextmanager
-def following(console: Console, name: str) -> Iterator[Callable[[Progress], None]]:
-    """What to tell of a training's progress: a bar moves, or where none can, there is a line whenever more is known."""
+def following(console: Console, name: str) -> Iterator[OnProgress]:
+    """What to tell of a training's progress: a bar moves, or where none can, there is a line whenever more is known.
+    Who breaks it off is told how it goes on."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    said: list[float] = []
+    said: object = None
     with ProgressBar(*columns, console=console) as bar:
         task = bar.add_task(name, total=1.0)
 
-        def on_progress(progress: Progress) -> None:
-            shares = " ".join(f"{share:.0%}" for share in progress.agreements)
-            described = f"{name}: loss {progress.loss:.3f}" + (f", agrees {shares}" if shares else "")
-            bar.update(task, completed=progress.share, description=described)
-            if not console.is_terminal and progress.agreements != said:
-                said[:] = progress.agreements
-                console.print(f"{progress.share:.0%} {described}")
+        def on_progress(progress: Writing | Progress) -> None:
+            nonlocal said
+            bar.update(task, completed=progress.share, description=f"{name}: {progress}")
+            if not console.is_terminal and progress.news != said:
+                said = progress.news
+                console.print(f"{progress.share:.0%} {name}: {progress}")
 
-        yield on_progress
+        try:
+            yield on_progress
+        except KeyboardInterrupt:
+            console.print("broken off: the same command goes on from what it has kept")
+            raise
 
 
 def write_head_card(folder: Path, kind: str, made: MadeHead) -> Table:

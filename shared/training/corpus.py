@@ -1,4 +1,4 @@
-"""Text to train on, as the target's tokens: from files, or drawn from the target itself."""
+"""Text to train on, as the target's tokens."""
 
 from __future__ import annotations
 
@@ -70,29 +70,3 @@ def split(tokens: Tensor, length: int) -> Corpus:
             f"the text to train on has {len(tokens)} tokens: {num_held_out + _LEAST_WINDOWS * length} are needed"
         )
     return Corpus(tokens[num_held_out:], tokens[:num_held_out])
-
-
-@torch.no_grad()
-def sample_corpus(target: Any, tokenizer: Any, num_tokens: int, length: int, seed: int) -> Corpus:
-    """What the target itself writes at temperature 1, from its end-of-text token or its first on."""
-    torch.manual_seed(seed)
-    end = tokenizer.eos_token_id
-    first = 0 if end is None else end
-    num_rows = 16
-    tokens: list[int] = []
-    while len(tokens) < num_tokens:
-        start = torch.full((num_rows, 1), first, device=target.device)
-        drawn = target.generate(
-            start,
-            attention_mask=torch.ones_like(start),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            max_new_tokens=length,
-            pad_token_id=first,
-        )
-        for row in drawn[:, 1:].tolist():  # behind its end a row is filled up
-            tokens += row[: row.index(end) + 1] if end in row else row
-    return split(torch.tensor(tokens, dtype=torch.int64), length)

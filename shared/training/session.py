@@ -17,16 +17,31 @@ from shared.engine.fingerprint import model_fingerprint
 from shared.models.demo.train import shuffled_corpus
 from shared.self_drafting.trial import Trial, try_head
 from shared.settings import StartupError
-from shared.training.corpus import Corpus, corpus_of, read_texts, sample_corpus
+from shared.training.corpus import Corpus, corpus_of, read_texts
 from shared.training.draft_student import DraftStudent
 from shared.training.eagle_student import EagleStudent
+from shared.training.kept import claim, forget
 from shared.training.medusa_student import MedusaStudent
 from shared.training.pruning import measure_importance, prune
+from shared.training.samples import Sampling, Writing
 from shared.training.student import Student
 from shared.training.teacher import Teacher
-from shared.training.trainer import Lessons, Progress, Trainer, claim, forget
+from shared.training.trainer import Lessons, Progress, Trainer
 
-__all__ = ["MadeDraft", "MadeHead", "Text", "WantedDraft", "WantedHead", "distill", "forget", "train_head"]
+__all__ = [
+    "MadeDraft",
+    "MadeHead",
+    "OnProgress",
+    "Text",
+    "WantedDraft",
+    "WantedHead",
+    "distill",
+    "forget",
+    "train_head",
+]
+
+OnProgress = Callable[[Writing | Progress], None]
+"""Is told how far the target's writing is, and then the training."""
 
 # What it is tried on: so many held-out texts of so many tokens, and so many tokens behind each.
 _NUM_PROMPTS = 12
@@ -92,13 +107,13 @@ def train_head(
     minutes: float,
     folder: Path,
     on_stage: Callable[[str], None],
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> MadeHead:
     """Trains a head of `target` for at most so many minutes, or goes on with one that was begun in that folder.
 
     Raises StartupError, with one clear line, if the target cannot be loaded or nothing can be learnt from the text.
     """
-    teacher, corpus, lessons = _prepare(target, text, minutes, folder, on_stage)
+    teacher, corpus, lessons = _prepare(target, text, minutes, folder, on_stage, on_progress)
     student: Student
     if wanted.kind == "medusa":
         student = MedusaStudent(teacher, wanted.num_steps)
@@ -120,13 +135,13 @@ def distill(
     minutes: float,
     folder: Path,
     on_stage: Callable[[str], None],
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> MadeDraft:
     """Cuts a draft out of `target` and teaches it for at most so many minutes, or goes on as `train_head` does.
 
     Raises StartupError likewise, and for a target that nothing can be cut out of.
     """
-    teacher, corpus, lessons = _prepare(target, text, minutes, folder, on_stage)
+    teacher, corpus, lessons = _prepare(target, text, minutes, folder, on_stage, on_progress)
     on_stage("measuring what of the target matters")
     batches = corpus.batches(lessons.num_rows, lessons.length, lessons.seed)
     importance = measure_importance(teacher, itertools.islice(batches, _IMPORTANCE_BATCHES))
@@ -139,14 +154,14 @@ def distill(
     return MadeDraft(teacher.name, draft.num_parameters(), agreement, acceptance(student, teacher, rows))
 
 
-def _run(trainer: Trainer, on_stage: Callable[[str], None], on_progress: Callable[[Progress], None]) -> list[float]:
+def _run(trainer: Trainer, on_stage: Callable[[str], None], on_progress: OnProgress) -> list[float]:
     if trainer.share > 0:
         on_stage(f"going on with what was begun there, at {trainer.share:.0%}")
     return trainer.run(on_progress)
 
 
 def _prepare(
-    target: str, text: Text, minutes: float, folder: Path, on_stage: Callable[[str], None]
+    target: str, text: Text, minutes: float, folder: Path, on_stage: Callable[[str], None], on_progress: OnProgress
 ) -> tuple[Teacher, Corpus, Lessons]:
     if not (math.isfinite(minutes) and minutes > 0):
         raise StartupError(f"minutes is {minutes}: it must be more than 0, and end")
@@ -158,7 +173,8 @@ def _prepare(
     length = lessons.length
     on_stage("reading text" if text.samples is None else "the target writes")
     if text.samples is not None:
-        corpus = sample_corpus(teacher.model, teacher.tokenizer, text.samples, length, text.seed)
+        sampling = Sampling(text.samples, length, text.seed, folder, _identity(teacher, text))
+        corpus = sampling.corpus(teacher.model, teacher.tokenizer, on_progress)
     elif text.folder is None:
         corpus = corpus_of(shuffled_corpus(text.seed), teacher.tokenizer, length)
     else:

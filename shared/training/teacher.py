@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.engine.captures import Captures
 from shared.engine.decoder_layers import decoder_layers
-from shared.engine.source import check_source
+from shared.engine.source import cannot_be_loaded, check_source
 from shared.settings import StartupError
 
 
@@ -38,7 +38,7 @@ class Teacher:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(source)
         except Exception as error:  # as in the engine: what loads models shares no exception class
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise StartupError(f"model {source} cannot be loaded: {first_line}") from error
+            raise StartupError(f"model {source} {cannot_be_loaded(source, first_line)}") from error
         self.model: Any = loaded.to(device).eval().requires_grad_(False)
         self.name = Path(source).name
         self.config: Any = self.model.config.get_text_config()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.settings import StartupError
 from shared.training.corpus import Corpus
+from shared.training.kept import STATE, Kept, claim
 from shared.training.student import Student, agreement, loss_of
 from shared.training.teacher import Teacher
 
-_STATE = "training.pt"
 _WARM_UP_STEPS = 50
 _LEAST_RATE = 0.05
 _DECAY = 0.8
@@ -48,6 +47,17 @@ class Progress:
     loss: float
     agreements: list[float]
 
+    @property
+    def news(self) -> object:
+        """What is worth another line when it changes."""
+        return self.agreements
+
+    def __str__(self) -> str:
+        known = [] if math.isnan(self.loss) else [f"loss {self.loss:.3f}"]
+        if self.agreements:
+            known.append(f"agrees {' '.join(f'{share:.0%}' for share in self.agreements)}")
+        return ", ".join(known) or "begins"
+
 
 class Trainer:
     """Keeps its state beside what it writes, in `training.pt`: with the same folder it goes on from there, until what
@@ -63,7 +73,7 @@ class Trainer:
         self._corpus = corpus
         self._folder = folder
         self._lessons = lessons
-        self._identity = identity
+        self._kept = Kept(folder / STATE, identity)
         self._done = False
         self._optimizer = torch.optim.AdamW(student.module.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
         self._step = 0
@@ -71,8 +81,8 @@ class Trainer:
         self._best: list[float] = []
         self._num_worse = 0
         self._weights: dict[str, Tensor] = {}
-        if claim(folder):
-            self._resume()
+        claim(folder)
+        self._kept.read(self._take_up)
 
     @property
     def share(self) -> float:
@@ -83,6 +93,7 @@ class Trainer:
         """Trains until the time is over or nothing improves; writes the best, and returns its agreement by depth with
         the target on held-out text. Interrupted, it goes on from there the next time, and else from the latest look at
         it."""
+        on_progress(Progress(self.share, self._step, math.nan, self._best))
         try:
             loss = self._train(on_progress)
         except KeyboardInterrupt:
@@ -149,59 +160,25 @@ class Trainer:
         return found
 
     def _keep(self) -> None:
-        new = self._folder / f"{_STATE}.new"
-        torch.save(self._state(), new)
-        new.replace(self._folder / _STATE)
+        self._kept.write(
+            {
+                "done": self._done,
+                "step": self._step,
+                "seconds": self._seconds,
+                "best": self._best,
+                "num_worse": self._num_worse,
+                "weights": self._weights,
+                "module": self._student.module.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+            }
+        )
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "identity": self._identity,
-            "done": self._done,
-            "step": self._step,
-            "seconds": self._seconds,
-            "best": self._best,
-            "num_worse": self._num_worse,
-            "weights": self._weights,
-            "module": self._student.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-        }
-
-    def _resume(self) -> None:
-        path = self._folder / _STATE
-        try:
-            state = torch.load(path, weights_only=True)
-            if state["identity"] != self._identity:
-                raise ValueError(f"it is of {state['identity']}, not of {self._identity}")
-            self._done = state["done"]
-            self._student.module.load_state_dict(state["module"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._step, self._seconds = state["step"], state["seconds"]
-            self._best, self._num_worse, self._weights = state["best"], state["num_worse"], state["weights"]
-        except Exception as error:  # whatever is wrong with a file
-            reason = " ".join(str(error).split())[:200]
-            raise StartupError(f"{path} cannot be gone on from ({reason}): move it away to begin anew") from error
-
-
-def claim(folder: Path) -> bool:
-    """Takes the folder for a training, made if it is not there; returns whether one was begun in it. Raises
-    StartupError if it cannot be written to, or holds anything else: what was made there before is not lost."""
-    new = folder / f"{_STATE}.new"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_begun = (folder / _STATE).is_file()
-        if not is_begun and any(each != new for each in folder.iterdir()):
-            raise StartupError(f"folder {folder} is not empty, and nothing was begun there: name another")
-        new.touch()
-        new.unlink()
-    except OSError as error:
-        raise StartupError(f"folder {folder} cannot be written to: {error.strerror}") from error
-    return is_begun
-
-
-def forget(folder: Path) -> None:
-    """The training in that folder is over."""
-    (folder / _STATE).unlink(missing_ok=True)
-    (folder / f"{_STATE}.new").unlink(missing_ok=True)
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        self._done = state["done"]
+        self._student.module.load_state_dict(state["module"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._step, self._seconds = state["step"], state["seconds"]
+        self._best, self._num_worse, self._weights = state["best"], state["num_worse"], state["weights"]
 
 
 def expected(agreements: list[float]) -> float:
