@@ -194,10 +194,10 @@ class Stack:
             await self.processes[name].ready.wait()
 
     def _make_processes(self) -> list[str]:
-        """Makes, and does not start, every process; returns the workers' names. Raises StartupError for a model folder
-        that is not there, which the workers would find seconds later."""
+        """Makes, and does not start, every process; returns the workers' names. Raises StartupError for a folder of a
+        model or head that is not there, which the workers would find seconds later."""
         settings = self.settings
-        for source in (settings.target, settings.draft):
+        for source in (settings.target, settings.draft, settings.head):
             if source is not None and source != NO_MODEL:
                 check_source(source)
         targets = self._targets()

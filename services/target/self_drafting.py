@@ -54,9 +54,6 @@ def self_drafting(settings: TargetSettings, model: CausalLM) -> Callable[[Engine
 
 def _make_drafter(settings: TargetSettings, model: CausalLM) -> Callable[[Engine], SelfDrafter] | None:
     num_layers = settings.early_exit
-    chosen = [name for name in ("draft", "head", "early_exit") if getattr(settings, name) is not None]
-    if len(chosen) > 1:
-        raise StartupError(f"{' and '.join(chosen)} are both set: one of them drafts")
     if settings.draft is not None and settings.role == "prefill":
         return None  # it would have nothing to draft for
     if settings.draft is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.engine.settings import Quantize
 from shared.settings import RedisUrl
@@ -68,3 +68,10 @@ class TargetSettings(WorkerSettings):
         description="File to which every step adds a line of JSON: what was in it and what it took. outrider simulate "
         "takes the costs of steps from it.",
     )
+
+    @model_validator(mode="after")
+    def _one_drafts(self) -> Self:
+        chosen = [name for name in ("draft", "head", "early_exit") if getattr(self, name) is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} are both set: one of them drafts")
+        return self

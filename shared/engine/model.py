@@ -33,7 +33,7 @@ from shared.engine.native.noise import NativeNoise
 from shared.engine.packed_llama import PackedLlama
 from shared.engine.quantised_weight import QuantisedWeight
 from shared.engine.settings import Native, Quantize
-from shared.engine.source import check_source
+from shared.engine.source import cannot_be_loaded, check_source
 from shared.sampling.branching import find_likeliest_by
 from shared.sampling.coupled import make_noise_by
 from shared.settings import StartupError
@@ -116,7 +116,7 @@ class CausalLM:
             model = model.to(chosen)
         except Exception as error:
             # transformers, safetensors and the hub client share no exception class.
-            raise StartupError(f"model {source} cannot be loaded: {_first_line(error)}") from error
+            raise StartupError(f"model {source} {cannot_be_loaded(source, _first_line(error))}") from error
         return cls(model, folder.name if folder.is_dir() else source, native, quantize)
 
     @property

@@ -17,3 +17,10 @@ def check_source(source: str) -> None:
         return
     if source.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(source):
         raise StartupError(f"there is no model folder {source}")
+
+
+def cannot_be_loaded(source: str, why: str) -> str:
+    """What a line says of a source behind its name: whoever mistyped a folder's reads of no hub first."""
+    if Path(source).is_dir():
+        return f"cannot be loaded: {why}"
+    return f"is no folder here, and cannot be loaded from the hub: {why}"

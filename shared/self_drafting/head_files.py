@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shared.engine.source import check_source
+from shared.engine.source import cannot_be_loaded, check_source
 from shared.settings import StartupError
 
 _CONFIG = "config.json"
@@ -41,7 +41,7 @@ class HeadFiles:
             self.weights = _read(folder)
         except Exception as error:
             # The hub client, json, safetensors and pickle share no exception class.
-            raise self.error(f"cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+            raise self.error(cannot_be_loaded(source, " ".join(str(error).split())[:300])) from error
 
     def error(self, why: str) -> StartupError:
         return StartupError(f"head {self.source} {why}")

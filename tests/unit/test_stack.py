@@ -170,7 +170,7 @@ async def test_a_cancelled_wait_drains_the_stack() -> None:
     assert NoRedis.running == 0
 
 
-@pytest.mark.parametrize("models", [{"target": "/nowhere"}, {"draft": "./nowhere"}])
+@pytest.mark.parametrize("models", [{"target": "/nowhere"}, {"draft": "./nowhere"}, {"head": "./nowhere"}])
 async def test_a_model_folder_that_is_not_there_starts_nothing(models: dict[str, str]) -> None:
     stack = Stack(StackSettings(port=0, **models))  # type: ignore[arg-type]
     with pytest.raises(StartupError, match=r"there is no model folder .*nowhere"):
@@ -191,8 +191,16 @@ async def test_what_a_service_would_refuse_starts_nothing(tmp_path: Path) -> Non
             await stack.__aenter__()
         assert complaint in str(refusal.value)
         assert not started(stack)
-    with pytest.raises(StartupError, match=r"target setting dtype .* is 'float15'"):
-        await Stack(StackSettings(port=0, dtype="float15")).__aenter__()
+    for wrong, complaint in (
+        ({"dtype": "float15"}, r"target setting dtype .* is 'float15'"),
+        ({"head": str(tmp_path), "early_exit": 1}, "target settings head and early_exit are both set"),
+        (
+            {"draft": str(tmp_path), "num_drafts": 0, "head": str(tmp_path)},
+            "target settings draft and head are both set",
+        ),
+    ):
+        with pytest.raises(StartupError, match=complaint):
+            await Stack(StackSettings(port=0, **wrong)).__aenter__()
     assert NoRedis.running == 0
 
 
