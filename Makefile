@@ -23,7 +23,7 @@ ENGINE = @docker info > /dev/null 2>&1 || { \
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'up, down, logs, test, simulate, chaos and the benches pass ARGS on: make up ARGS="--scale decode=3"'
+	@echo 'All but setup, demo, image, lint, audit, protos and clean pass ARGS on: make up ARGS="--scale decode=3"'
 
 setup: $(INSTALLED) $(STUBS) ## Make .venv and install Outrider and its tools into it; done once.
 
