@@ -34,6 +34,7 @@ _MOST_SPARED: Final = 0.5
 _FORGOTTEN: Final = 0.002
 # And so much of what taking in seems to cost, each time that this speaks against it.
 _FORGOTTEN_OF_FOLLOWING: Final = 0.0005
+PLAIN_STEPS_APART: Final = 4
 
 
 class SelfDraftingPolicy:
@@ -150,8 +151,21 @@ class SelfDraftingPolicy:
         return self._costs.seconds(load, num_draft_tokens)
 
     def observe_step(self, load: int, num_draft_tokens: int, seconds: float) -> None:
-        """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens."""
+        """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens. Of plain ones
+        it is told of one in `PLAIN_STEPS_APART`: they say it all."""
         self._costs.observe(load, num_draft_tokens, seconds)
+
+    def observe_rest(self, load: int, size: int, steps: Sequence[tuple[int, float, float]]) -> None:
+        """Plain steps of `load` sequences, while none of them were to have drafts: tokens, and the seconds that each
+        took and waited; see `observe_step`, and with a `size` that is not 0 `observe` of as many."""
+        num_steps, plain = len(steps), self._costs.seconds(load, 0)
+        seconds = sum(min(seconds, _MOST_TIMES * plain) for _, seconds, _ in steps)
+        self._costs.observe(load, 0, seconds / num_steps, math.ceil(num_steps / PLAIN_STEPS_APART))
+        if size:
+            at, num_tokens = self._at(size), sum(num_tokens for num_tokens, _, _ in steps)
+            at.wait(sum(min(waited, _LONGEST_WAIT * plain) for _, _, waited in steps) / num_steps, num_steps)
+            waited = num_steps * min(at.waited(Way.PLAIN), _MOST_WAITED * plain)
+            at.observe(Way.PLAIN, num_tokens, seconds, waited, num_steps)
 
     def observe(self, load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
         """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and

@@ -42,8 +42,8 @@ class _Learnt:
         self.usual = 0.0
         self._covariance = [[deviation**2 * (i == k) for k in range(3)] for i, deviation in enumerate(_DEVIATIONS)]
 
-    def observe(self, size: float, num_draft_tokens: int, took: float) -> None:
-        """A step took so many plain ones, and should have taken `size` of them by its size."""
+    def observe(self, size: float, num_draft_tokens: int, took: float, num_alike: int) -> None:
+        """A step took so many plain ones, and should have taken `size` of them by its size; it stands for so many."""
         features = size, float(num_draft_tokens > 0), float(num_draft_tokens)
         expected = _dot(self.found, features)
         took = expected * math.exp(min(max(math.log(took / expected), -_MOST_ERROR), _MOST_ERROR))
@@ -53,10 +53,10 @@ class _Learnt:
             self.found[i] = max(_LEAST[i], self.found[i] + spread[i] / variance * (took - expected))
             for k in range(3):
                 row[k] -= spread[i] * spread[k] / variance
-            row[i] += _DRIFTS[i] ** 2
-        self.found[2] *= 1 - _FORGOTTEN
+            row[i] += num_alike * _DRIFTS[i] ** 2
+        self.found[2] *= (1 - _FORGOTTEN) ** num_alike
         if num_draft_tokens == 0:
-            self.found[1] *= 1 - _FORGOTTEN
+            self.found[1] *= (1 - _FORGOTTEN) ** num_alike
 
     def forget_rows(self, share: float) -> None:
         for size in self.by_rows:
@@ -101,15 +101,15 @@ class VerifyCosts:
         least = most // 2
         return max(0.0, seconds(most) - seconds(least)) / (most - least)
 
-    def observe(self, load: int, num_draft_tokens: int, seconds: float) -> None:
-        """Such a step took that long, without prompts."""
+    def observe(self, load: int, num_draft_tokens: int, seconds: float, num_alike: int = 1) -> None:
+        """Such a step took that long, without prompts; `num_alike`: it stands for so many, of which it is the mean."""
         if seconds <= 0:
             return
         at, plain, rows = self._at(load), self._costs.seconds(load), _size_of(load + num_draft_tokens)
         size = self._costs.seconds(load + num_draft_tokens) / plain
-        at.observe(size, num_draft_tokens, seconds / plain)
+        at.observe(size, num_draft_tokens, seconds / plain, num_alike)
         if num_draft_tokens == 0:
-            at.forget_rows(_FORGOTTEN)
+            at.forget_rows(1 - (1 - _FORGOTTEN) ** num_alike)
             return
         at.usual += _USUAL_WEIGHT * (num_draft_tokens - at.usual) if at.usual else num_draft_tokens
         error = math.log(seconds / self.seconds(load, num_draft_tokens))

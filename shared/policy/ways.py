@@ -71,12 +71,15 @@ class _Goodput:
     def step_seconds(self) -> float:
         return self._seconds / self.num_steps if self.num_steps else 0.0
 
-    def observe(self, num_tokens: int, seconds: float, waited: float) -> None:
-        self.num_seen += 1
-        self.num_steps = self.num_steps * _KEPT + 1
-        self._tokens = self._tokens * _KEPT + num_tokens
-        self._seconds = self._seconds * _KEPT + seconds
-        self._waited = self._waited * _KEPT + waited
+    def observe(self, num_tokens: int, seconds: float, waited: float, num_steps: int = 1) -> None:
+        """Of so many steps together, all alike."""
+        kept = _KEPT**num_steps
+        share = (1 - kept) / (1 - _KEPT) / num_steps  # of them that is not forgotten at once
+        self.num_seen += num_steps
+        self.num_steps = self.num_steps * kept + share * num_steps
+        self._tokens = self._tokens * kept + share * num_tokens
+        self._seconds = self._seconds * kept + share * seconds
+        self._waited = self._waited * kept + share * waited
 
 
 class _Known:
@@ -187,11 +190,13 @@ class Ways:
             waited = next((each for each in waits if each is not None), 0.0)
         return waited
 
-    def wait(self, seconds: float) -> None:
-        """So long a step's sequences waited for their owners, who take in what the one before brought."""
+    def wait(self, seconds: float, num_steps: int = 1) -> None:
+        """So long a step's sequences waited for their owners, who take in what the one before brought; or so many
+        steps' did on average."""
         if self._latest is not None:
             before = self.waited(self._latest)
-            self._known[self._latest].waited = before + _WEIGHT_OF_WAIT * (seconds - before)
+            weight = 1 - (1 - _WEIGHT_OF_WAIT) ** num_steps
+            self._known[self._latest].waited = before + weight * (seconds - before)
 
     def charge(self, seconds: float, num_left: int) -> None:
         """So much time was spent so that sequences may have drafts, of which so many tokens are still to come."""
@@ -201,8 +206,9 @@ class Ways:
         if not self.way.drafts:
             self._following += seconds
 
-    def observe(self, way: Way, num_tokens: int, seconds: float, waited: float) -> None:
-        """A step brought so many tokens, and what is waited on average behind such a step."""
+    def observe(self, way: Way, num_tokens: int, seconds: float, waited: float, num_steps: int = 1) -> None:
+        """A step brought so many tokens, and what is waited on average behind such a step. Or so many did, and all of
+        them waited so long, while nothing was tried."""
         self._latest = way
         is_chosen = self._is_open and way is self._chosen
         is_first = is_chosen and self._is_first
@@ -218,7 +224,7 @@ class Ways:
                 return
         if way.drafts:
             waited += share + _UNSEEN * seconds
-        self._known[way].goodput.observe(num_tokens, seconds, waited)
+        self._known[way].goodput.observe(num_tokens, seconds, waited, num_steps)
         if tried is None:
             return
         if way is self.way:

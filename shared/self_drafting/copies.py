@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 from shared.copying.copied import Copied
 from shared.copying.suffix_source import Manuscript, SuffixSource
@@ -15,7 +15,7 @@ from shared.policy.looking import Looking
 # Where close looks do not pay it is looked again, behind so many steps in a row that found nothing worth proposing,
 # only when so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself does so for longer.
 _BARREN_STEPS = 4
-_TOKENS_APART = 8
+_TOKENS_APART = 16
 # Tokens that are taken in before a step, of all sequences: everybody waits for that, some 2 µs a token.
 _MOST_AT_ONCE = 4096
 
@@ -34,6 +34,8 @@ class Copies:
         self._gone: deque[tuple[Manuscript, list[int]]] = deque()
         # Whom this step looked closely for, and the seconds that took.
         self._looked: dict[Sequence, tuple[Looking, float]] = {}
+        # For whom something was found, and behind how many steps that had found nothing.
+        self._num_barren: dict[Sequence, int] = {}
 
     def rests(self, sequence: Sequence) -> bool:
         """Whether it is too early to look again for a sequence for which nothing is found."""
@@ -69,13 +71,20 @@ class Copies:
         self._manuscripts[sequence] = manuscript, num_known
         copied = Copied()
         if num_known == len(tokens):
-            closely = always or manuscript.looking.closely(num_steps)
+            closely, num_barren = always or manuscript.looking.closely(num_steps), manuscript.num_barren
             copied = self._source.propose(
                 manuscript, most_tokens, least_likelihood, branching, most_depth, closely, num_steps
             )
+            if copied.proposal:
+                self._num_barren[sequence] = num_barren
             if closely:
                 self._looked[sequence] = manuscript.looking, self._clock() - began
         return CopiedDraft(copied)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        """Of what was found for it nothing is verified: as if there had been nothing."""
+        manuscript, _ = self._manuscripts[sequence]
+        manuscript.num_barren = self._num_barren.get(sequence, 0) + 1
 
     def settle(self, worth: Callable[[Sequence, float], tuple[float, float]]) -> None:
         """The step has ended. `worth` tells of a sequence, and of the seconds that looking for it took, what that
@@ -84,10 +93,12 @@ class Copies:
         for sequence, (looking, seconds) in looked.items():
             looking.observe(*worth(sequence, seconds))
 
-    def sweep(self, running: Collection[Sequence]) -> None:
-        """Before each step: those that are no longer here are past, and taken in one by one as there is time."""
-        self._looked, self._num_left = {}, _MOST_AT_ONCE
-        for sequence in [each for each in self._manuscripts if each not in running]:
+    def sweep(self, running: Iterable[Sequence] | None) -> None:
+        """Before each step: those that are no longer here are past, and taken in one by one as there is time. None:
+        the same are here as before the latest."""
+        self._looked, self._num_barren, self._num_left = {}, {}, _MOST_AT_ONCE
+        here = self._manuscripts if running is None else set(running)
+        for sequence in [each for each in self._manuscripts if each not in here]:
             manuscript, num_known = self._manuscripts.pop(sequence)
             self._gone.append((manuscript, sequence.token_ids[num_known : num_known + _MOST_AT_ONCE]))
         while self._gone and self._num_left > 0:

@@ -56,6 +56,9 @@ class DraftModel:
     ) -> None:
         """It needs nothing but the tokens."""
 
+    def keeps_up(self, sequence: Sequence) -> bool:
+        return False
+
     def num_lacking(self, sequence: Sequence) -> int:
         num_lacking = len(sequence.token_ids) - 1 - self._num_computed(sequence)
         return num_lacking if num_lacking > _MOST_LACKING and self._fits(sequence) else 0

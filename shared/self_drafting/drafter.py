@@ -50,6 +50,9 @@ class SelfDrafter(Protocol):
         `sampled`: what each scheduled sequence with rows gains, and has not taken in yet. `followed`: for whom it
         is worth its time to take in what only drafts need; a sequence that was left out so may stay out."""
 
+    def keeps_up(self, sequence: Sequence) -> bool:
+        """Whether it is told of steps of one that decodes although nobody in them is followed."""
+
     def num_lacking(self, sequence: Sequence) -> int:
         """Tokens of one that decodes which it would have to take in so as to be ready; 0 if it is, or cannot be."""
 

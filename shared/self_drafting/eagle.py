@@ -206,6 +206,9 @@ class Eagle:
         self._pending.pop(sequence, None)
         self._seen.pop(sequence, None)
 
+    def keeps_up(self, sequence: Sequence) -> bool:
+        return sequence in self._followed
+
     def num_lacking(self, sequence: Sequence) -> int:
         return 0
 

@@ -34,6 +34,9 @@ class EarlyExit:
     ) -> None:
         """It needs nothing but the tokens."""
 
+    def keeps_up(self, sequence: Sequence) -> bool:
+        return False
+
     def num_lacking(self, sequence: Sequence) -> int:
         return 0
 

@@ -79,6 +79,9 @@ class Medusa:
             last = captured[:, 0].index_select(0, torch.tensor([each.places[-1] for each in kept]).to(captured.device))
             self._hidden.update(zip((each.item.sequence for each in kept), last.unbind(), strict=True))
 
+    def keeps_up(self, sequence: Sequence) -> bool:
+        return False
+
     def num_lacking(self, sequence: Sequence) -> int:
         return 0
 

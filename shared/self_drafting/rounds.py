@@ -21,13 +21,14 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
 from shared.engine.step_plan import StepPlan
-from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.self_drafting import PLAIN_STEPS_APART, SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
 from shared.policy.ways import Way
 from shared.sampling.draft_tree import WIDTH, DraftTree
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import SampledTokens
 from shared.self_drafting.copies import Copies
+from shared.self_drafting.crowd import Crowd, is_free, may_have
 from shared.self_drafting.drafter import SelfDrafter
 from shared.self_drafting.growth import Growth, is_fixed
 
@@ -37,10 +38,9 @@ logger = logging.getLogger(__name__)
 _MOST_NODES = 16
 # What a round of the drafter brought counts so much against those before it.
 _WEIGHT = 0.05
-_PLAIN_STEPS_APART = 4
-# Plain steps where no drafts are to be expected are told of so many at a time: what takes 10 µs behind a step, as
-# nothing of it is in the caches, takes three the next time.
-_TOLD_TOGETHER = 8
+# Where no drafts are to be expected so many plain steps are told of together: of a step of a millisecond, what takes
+# 40 µs each time are percents, which whoever may draft would pay for nothing.
+_TOLD_TOGETHER = 32
 
 
 @dataclass(slots=True)
@@ -78,9 +78,8 @@ class SelfDrafting:
         # Verified or not, and behind so many tokens.
         self._grown: dict[Sequence, tuple[TreeDraft, int]] = {}
         self._load = 0
-        # With those that come: of a burst the first do not draft as if they were alone.
-        self._soon = 0
-        # Of these, who may have of a drafter what pays.
+        # Who is there, and how many of them may have of a drafter what pays.
+        self._crowd = Crowd.of([], [])
         self._num_free = 0
         self._free: set[Sequence] = set()
         # Of whom drafts of the drafter's are to be expected, and what they have of it in this step.
@@ -93,14 +92,17 @@ class SelfDrafting:
         # What of a step only drafts need: where none are had it is not plain decoding's.
         self._observed = 0.0
         # How long that step's sequences were waiting for their owners alone: who took part in the one before, when that
-        # ended.
+        # ended, and if it had no prompts.
         self._waited = 0.0
-        self._going_on: frozenset[Sequence] = frozenset()
         self._ended = 0.0
+        self._had_prompts = True
+        # Whether plain steps of this crowd say nothing to the drafter.
+        self._rests = False
         self._num_plain = 0
         # A plain step behind one that verified takes so many seconds more than others: it finds less in the caches.
         self._behind = 0.0
-        self._untold: list[tuple[int, Way, int, float, float]] = []
+        # Plain steps of this crowd of which nobody was told: tokens, and seconds that they took and waited.
+        self._untold: list[tuple[int, float, float]] = []
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
 
@@ -118,29 +120,23 @@ class SelfDrafting:
         return found.proposal if found is not None else EMPTY_PROPOSAL
 
     def propose(self, scheduler: Scheduler) -> None:
-        self._give_up(self._rounds)  # of a step that never took place
+        if self._rounds:
+            self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
         self._load, self._num_free, self._way, self._spent, self._expected = 0, 0, Way.PLAIN, 0.0, []
         self._matters, self._observed = True, 0.0
-        self._sweep(scheduler)
-        decoding = scheduler.decoding()
-        wanting = [each for each in decoding if each.params.self_draft is not None]
-        coming = scheduler.coming()
-        self._soon = len(decoding) + len(coming)
-        self._waited = self._clock() - self._ended if self._going_on.issuperset(decoding) else 0.0
-        self._going_on = frozenset(decoding)
-        free = [each for each in wanting if _is_free(each)]
-        self._tell_of_ended(scheduler, wanting, free)
-        self._note_kind([*free, *filter(_is_free, coming)])
-        if not wanting:  # what is done for others says nothing of who drafts
+        self._look_around(scheduler)
+        crowd = self._crowd
+        if not crowd.wanting:  # what is done for others says nothing of who drafts
             return
-        self._load = len(decoding)
-        self._num_free = len(free)
-        drafting = self._who_may_draft(wanting)
+        self._load = len(crowd.decoding)
+        self._num_free = len(crowd.free)
+        drafting = self._who_may_draft()
         self._expected = drafting
         if drafting:  # before it is decided how the step is made
             self._tell()
-        copying = self._who_may_copy(wanting)
+            self._rests = False
+        copying = self._who_may_copy()
         if not drafting and not copying:
             return
         self._follow(drafting)
@@ -148,10 +144,10 @@ class SelfDrafting:
         room = scheduler.draft_room() // self._load
         copied = self._copy(copying, room)
         growing = self._who_may_grow(drafting)
-        num_growing = _num_free(growing)
+        num_growing = sum(map(is_free, growing))
         # What is tried with fewer says little.
         if num_growing > 0:
-            self._way = self._policy.way(self._soon, 2 * num_growing >= self._num_free)
+            self._way = self._policy.way(crowd.size, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
         self._matters = bool(lacking) or not growing
         grown = self._grow(scheduler, [each for each in lacking if self._way.drafts or is_fixed(each)], room)
@@ -160,6 +156,21 @@ class SelfDrafting:
         self._choose(scheduler, copied, grown, room)
         self._chose = self._clock() - began - self._spent
         self._spent += self._chose
+
+    def _look_around(self, scheduler: Scheduler) -> None:
+        """Who is there."""
+        before, decoding, coming = self._crowd, scheduler.decoding(), scheduler.coming()
+        changed = decoding != before.decoding or coming != before.coming
+        went_on = not self._had_prompts and (not changed or set(before.decoding).issuperset(decoding))
+        self._waited = self._clock() - self._ended if went_on else 0.0
+        if changed:
+            self._tell()
+            self._crowd, self._rests = Crowd.of(decoding, coming), False
+            if (sampled := self._crowd.sampled) is not None:
+                self._policy.sampled = sampled
+        if changed or len(self._free) != len(before.free):
+            self._tell_of_ended(scheduler)
+        self._sweep(scheduler.sequences() if changed else None)
 
     def planned(self, plan: StepPlan | None) -> bool:
         if not self._rounds:
@@ -172,9 +183,15 @@ class SelfDrafting:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         if self._growth is None:
             return
+        has_prompts = any(item.num_tokens > item.num_rows for item in plan.scheduled)
+        if self._rests and not has_prompts:
+            return
         began = self._clock()
+        followed = self._followed(plan)
         try:
-            self._growth.drafter.observe(plan, captured, sampled, self._followed(plan))
+            drafter = self._growth.drafter
+            drafter.observe(plan, captured, sampled, followed)
+            self._rests = not (followed or has_prompts or any(map(drafter.keeps_up, self._crowd.decoding)))
         except Exception as error:
             self._drafter_failed(error)
         self._observed += self._clock() - began
@@ -184,8 +201,8 @@ class SelfDrafting:
         begin where drafts are to be expected of as many."""
         scheduled = [item.sequence for item in plan.scheduled]
         followed = set(self._expected).intersection(scheduled)
-        expected = self._policy.follows(max(len(scheduled), self._soon))
-        followed.update(each for each in scheduled if (expected or is_fixed(each)) and _may_have(each, "target"))
+        expected = self._policy.follows(max(len(scheduled), self._crowd.size))
+        followed.update(each for each in scheduled if (expected or is_fixed(each)) and may_have(each, "target"))
         return followed
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
@@ -196,9 +213,7 @@ class SelfDrafting:
             if (verified := self._rounds.get(sequence)) is not None:
                 its = tree.proposal(len(verified.proposal)).num_agreeing(committed)
                 self._usual += _WEIGHT * (its - self._usual)
-        self._ended = self._clock()
-        if has_prompts:
-            self._going_on = frozenset()
+        self._ended, self._had_prompts = self._clock(), has_prompts
         if not self._load or has_prompts:
             return
         if self._copies is not None:
@@ -208,7 +223,12 @@ class SelfDrafting:
         if self._num_plain == 1:
             plain = self._policy.step_seconds(self._load, 0)
             self._behind += _WEIGHT * (min(seconds, 2 * plain) - plain - self._behind)
-        if self._num_plain % _PLAIN_STEPS_APART == 0:
+        if self._num_plain and not self._expected:
+            self._untold.append((num_tokens, seconds, self._waited))
+            if len(self._untold) == _TOLD_TOGETHER:
+                self._tell()
+            return
+        if self._num_plain % PLAIN_STEPS_APART == 0:
             self._policy.observe_step(self._load, sum(len(each.proposal) for each in self._rounds.values()), seconds)
         if self._growth is None or not self._num_free or not self._matters:
             return
@@ -217,36 +237,31 @@ class SelfDrafting:
                 num_tokens -= len(sequence.token_ids) - found.position
         # By the load for which it was decided.
         seconds += self._spent - (0.0 if self._way.drafts else self._observed)
-        self._untold.append((self._soon, self._way, num_tokens, seconds, self._waited))
-        if self._expected or len(self._untold) == _TOLD_TOGETHER:
-            self._tell()
+        self._tell()
+        self._policy.observe(self._crowd.size, self._way, num_tokens, seconds, self._waited)
 
     def _tell(self) -> None:
-        for told in self._untold:
-            self._policy.observe(*told)
+        """Of the plain steps that this crowd made while no drafts were to be expected."""
+        if not self._untold:
+            return
+        size = self._crowd.size if self._growth is not None and self._crowd.free else 0
+        self._policy.observe_rest(len(self._crowd.decoding), size, self._untold)
         self._untold.clear()
 
-    def _note_kind(self, free: List[Sequence]) -> None:
-        """Whether most of whom it is to be decided for are sampled."""
-        sampled = 2 * sum(not each.params.greedy for each in free) > len(free)
-        if free and sampled is not self._policy.sampled:
-            self._tell()
-            self._policy.sampled = sampled
-
-    def _tell_of_ended(self, scheduler: Scheduler, wanting: List[Sequence], free: List[Sequence]) -> None:
-        if gone := self._free.difference(wanting):
+    def _tell_of_ended(self, scheduler: Scheduler) -> None:
+        if gone := self._free.difference(self._crowd.wanting):
             gone.difference_update(paused := gone.intersection(scheduler.sequences()))
             for each in gone:
                 self._policy.observe_ended(len(each.token_ids) - each.num_prompt_tokens)
             self._free = paused
-        self._free.update(free)
+        self._free.update(self._crowd.free)
 
-    def _who_may_draft(self, sequences: List[Sequence]) -> List[Sequence]:
+    def _who_may_draft(self) -> List[Sequence]:
         """Of whom drafts of the drafter's are to be expected."""
         if self._growth is None:
             return []
-        expected = self._policy.follows(self._soon)
-        return [each for each in sequences if (expected or is_fixed(each)) and _may_have(each, "target")]
+        crowd = self._crowd
+        return crowd.drafting if self._policy.follows(crowd.size) else crowd.fixed
 
     def _follow(self, sequences: List[Sequence]) -> None:
         """Has the drafter take in what it lacks of those that are to have drafts of it."""
@@ -258,7 +273,7 @@ class SelfDrafting:
             followed = [
                 each
                 for each, num in lacking.items()
-                if is_fixed(each) or policy.follows_up(self._soon, num, each.num_tokens_left)
+                if is_fixed(each) or policy.follows_up(self._crowd.size, num, each.num_tokens_left)
             ]
             if not followed:
                 return
@@ -269,7 +284,7 @@ class SelfDrafting:
             self._drafter_failed(error)
             return
         if num_taken_in and any(not is_fixed(each) for each in followed):
-            policy.observe_following(self._soon, num_taken_in, num_left, self._clock() - began)
+            policy.observe_following(self._crowd.size, num_taken_in, num_left, self._clock() - began)
 
     def _worth(self, sequence: Sequence, looking: float) -> tuple[float, float]:
         """What copying spared and spent it, in its plain steps, of which one takes its share of the step: of what
@@ -285,22 +300,22 @@ class SelfDrafting:
         spent = looking + verifying * sources.count("suffix") / num_verified
         return sum(sources[i] == "suffix" for i in path), spent / share
 
-    def _sweep(self, scheduler: Scheduler) -> None:
+    def _sweep(self, running: Iterable[Sequence] | None) -> None:
         if self._copies is None:
             return
         try:
-            self._copies.sweep(set(scheduler.sequences()))
+            self._copies.sweep(running)
         except Exception as error:
             self._copies = None
             _report("suffix", error)
 
-    def _who_may_copy(self, wanting: List[Sequence]) -> List[Sequence]:
+    def _who_may_copy(self) -> List[Sequence]:
         """For whom it is looked."""
         if self._copies is None:
             return []
         rests = self._copies.rests
         try:
-            return [each for each in wanting if _may_have(each, "suffix") and (is_fixed(each) or not rests(each))]
+            return [each for each in self._crowd.copying if is_fixed(each) or not rests(each)]
         except Exception as error:
             self._copies = None
             _report("suffix", error)
@@ -385,7 +400,7 @@ class SelfDrafting:
             ((its, each) for each, found in likelihoods.items() if not is_fixed(each) for its in found),
             key=lambda pair: -pair[0],
         )
-        spent = self._spent + self._policy.waited(self._soon, self._way)
+        spent = self._spent + self._policy.waited(self._crowd.size, self._way)
         num_rows = self._policy.num_rows(self._load, [its for its, _ in adaptive], spent)
         # Who follows another is no likelier, and so comes later: of each the first so many.
         counts = Counter(each for _, each in adaptive[:num_rows])
@@ -393,6 +408,8 @@ class SelfDrafting:
             fixed = _most_fixed(sequence)
             count = min(counts[sequence] if fixed is None else min(len(likelihoods[sequence]), fixed), room)
             if count == 0:
+                if self._copies is not None and sequence in copied:
+                    self._copies.pass_over(sequence)
                 continue
             copies = scheduler.reserve(sequence, 1 + count)
             if copies is None:  # what its own blocks hold
@@ -415,20 +432,6 @@ class SelfDrafting:
         assert self._growth is not None
         _report(self._growth.drafter.source, error)
         self._growth = None
-
-
-def _may_have(sequence: Sequence, source: str) -> bool:
-    wanted = sequence.params.self_draft
-    return wanted is not None and (not wanted.sources or source in wanted.sources)
-
-
-def _num_free(sequences: Iterable[Sequence]) -> int:
-    """How many of them may have of a drafter what pays."""
-    return sum(map(_is_free, sequences))
-
-
-def _is_free(sequence: Sequence) -> bool:
-    return _may_have(sequence, "target") and not is_fixed(sequence)
 
 
 def _shape(sequence: Sequence, most_steps: int, room: int) -> tuple[int, int]:

@@ -156,3 +156,21 @@ def test_what_is_found_by_short_matches_alone_is_found_as_soon_where_it_is_looke
         raise AssertionError("nothing was found")
 
     assert num_steps_to_find(True) <= num_steps_to_find(False) + 4 * copies_module._TOKENS_APART
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_where_what_is_found_is_not_worth_verifying_it_is_looked_for_as_where_there_is_nothing(verified: bool) -> None:
+    found, each, looked = Copies(MOST), sequence(list(range(20)) * 2), 0
+    for step in range(400):
+        each.token_ids.append(step % 20)
+        found.sweep({each} if step == 0 else None)
+        if not found.rests(each):
+            looked += 1
+            assert found.draft(each, 8, 8, 0.5, False, always=False).likelihoods
+            if not verified:
+                found.pass_over(each)
+        found.settle(lambda _, seconds: (0.0, 1.0))
+    if verified:
+        assert looked == 400
+    else:
+        assert 400 / copies_module._TOKENS_APART <= looked <= 400 / copies_module._TOKENS_APART + 20

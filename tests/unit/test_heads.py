@@ -63,7 +63,7 @@ class Recording:
         self._drafter = drafter
         self.source, self.most_steps, self.uses_kv = drafter.source, drafter.most_steps, drafter.uses_kv
         self.observe, self.follow, self.ready = drafter.observe, drafter.follow, drafter.ready
-        self.num_lacking = drafter.num_lacking
+        self.num_lacking, self.keeps_up = drafter.num_lacking, drafter.keeps_up
         self.guesses: list[tuple[list[int], list[int], Tensor]] = []
 
     def begin(self, sequences: Sequence[EngineSequence]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shared.policy.self_drafting import SelfDraftingPolicy
+from shared.policy.self_drafting import PLAIN_STEPS_APART, SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
 from shared.policy.ways import Way
 
@@ -498,3 +498,42 @@ def test_greedy_and_sampled_sequences_are_decided_for_apart() -> None:
     assert max(shares[21::2]) < 0.25
     assert sum(shares[20::2]) / 10 > 0.9
     assert sum(shares[21::2]) / 10 < 0.1
+
+
+@pytest.mark.parametrize(("load", "together"), [(1, 32), (1, 5), (4, 16)])
+def test_plain_steps_that_are_told_of_together_say_the_same(load: int, together: int) -> None:
+    policies = [SelfDraftingPolicy(flat()) for _ in range(2)]
+    for policy in policies:
+        for _ in range(200):
+            policy.observe(load, Way.TREE, 2 * load, 0.03, 0.001)
+            policy.observe_step(load, 2 * load, 0.03)
+    one_by_one, at_once = policies
+    for _ in range(20):
+        at_once.observe_rest(load, load, [(load, 0.015, 0.002)] * together)
+        for i in range(together):
+            one_by_one.observe(load, Way.PLAIN, load, 0.015, 0.002)
+            if i % PLAIN_STEPS_APART == 0:
+                one_by_one.observe_step(load, 0, 0.015)
+
+    def says(policy: SelfDraftingPolicy) -> list[float]:
+        ways = policy._at(load)
+        costs = [policy.step_seconds(load, count) for count in (0, 3 * load)]
+        return [*costs, policy.least_likelihood(load), ways.waited(Way.PLAIN), ways.best_rate(), ways._seconds]
+
+    assert says(at_once) == pytest.approx(says(one_by_one), rel=0.02)
+
+
+def test_of_plain_steps_that_are_told_of_together_one_that_stood_still_says_nothing() -> None:
+    policy = SelfDraftingPolicy(flat())
+    for _ in range(50):
+        policy.observe_rest(1, 1, [(1, 0.01, 0.0)] * 31 + [(1, 10.0, 0.0)])
+    assert policy.step_seconds(1, 0) < 0.0115
+    assert policy._at(1).best_rate() > 0.85 * 100
+
+
+def test_plain_steps_of_whom_nothing_is_to_be_decided_say_what_such_steps_take() -> None:
+    policy = SelfDraftingPolicy(flat())
+    for _ in range(50):
+        policy.observe_rest(2, 0, [(2, 0.02, 0.0)] * 32)
+    assert policy.step_seconds(2, 0) == pytest.approx(0.02, rel=0.02)
+    assert not policy._at(2).is_known(Way.PLAIN)

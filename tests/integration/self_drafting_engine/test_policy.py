@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.step_plan import StepPlan
 from shared.policy.self_drafting import SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
 from shared.policy.ways import Way
 from shared.sampling.params import SelfDraft
 from shared.sampling.proposal import Proposal
+from shared.self_drafting.crowd import Crowd
 from shared.self_drafting.drafter import Growing
 from shared.self_drafting.eagle import Eagle
 from shared.self_drafting.rounds import SelfDrafting, _Round
@@ -187,7 +189,14 @@ def test_nothing_is_decided_before_what_all_steps_brought_is_told(tmp_path: Path
         told += 1
 
     policy.follows = lambda *_: expects  # type: ignore[method-assign]
+
+    def observe_rest(load: int, size: int, steps: Sequence[object]) -> None:
+        nonlocal told
+        assert load == size == 1
+        told += len(steps)
+
     policy.observe = observe  # type: ignore[assignment,method-assign]
+    policy.observe_rest = observe_rest  # type: ignore[method-assign]
     told_when_asked: list[int] = []
 
     def way(*_: Any) -> Way:
@@ -197,13 +206,57 @@ def test_nothing_is_decided_before_what_all_steps_brought_is_told(tmp_path: Path
     policy.way = way  # type: ignore[assignment,method-assign]
     engine.scheduler.add(sequence(next(random_prompts(10)), max_tokens=60, self_draft=SelfDraft()))
     engine.step()  # its prompt
-    for _ in range(11):
+    for _ in range(35):
         engine.step()
-    assert told == 8
+    assert told == 32
     expects = True
     for _ in range(4):
         engine.step()
-    assert told_when_asked == [11, 12, 13, 14]
+    assert told_when_asked == [35, 36, 37, 38]
+
+
+def test_who_comes_and_goes_parts_what_is_told_together(tmp_path: Path) -> None:
+    engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, num_blocks=80)
+    proposer, prompts, told = drafting_of(engine)[0], random_prompts(10), list[tuple[int, int, int]]()
+    policy = proposer._policy
+    policy.follows = lambda *_: False  # type: ignore[method-assign]
+    policy.observe_rest = lambda load, size, steps: told.append((load, size, len(steps)))  # type: ignore[method-assign]
+    asked = [sequence(next(prompts), max_tokens=10, self_draft=SelfDraft()) for _ in range(2)]
+    for each in (*asked, sequence(next(prompts), max_tokens=20), sequence(next(prompts), max_tokens=20)):
+        engine.scheduler.add(each)
+        engine.step()
+    while engine.step() is not None:
+        pass
+    # Of steps with prompts, and of those where nobody may draft, nothing.
+    assert [(load, size) for load, size, _ in told] == [(4, 4), (3, 3)]
+    assert sum(count for *_, count in told) == 9 - 2  # of the second of them, less those with others' prompts
+
+
+def test_a_head_is_not_told_of_steps_of_whom_it_left_out(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    engine = engine_of(target, **drafts_with("eagle3", target, tmp_path / "head"), num_blocks=80)
+    proposer, growth = drafting_of(engine)
+    proposer._policy.follows = lambda *_: False  # type: ignore[method-assign]
+    observe, told, prompts = growth.drafter.observe, list[int](), random_prompts(20)
+
+    def note(plan: StepPlan, *others: Any) -> None:
+        told.append(plan.num_tokens)
+        observe(plan, *others)
+
+    growth.drafter.observe = note  # type: ignore[method-assign,assignment]
+    engine.scheduler.add(sequence(next(prompts), max_tokens=60, self_draft=SelfDraft()))
+    for _ in range(10):
+        engine.step()
+    assert told == [20, 1]
+    fixed = sequence(next(prompts), max_tokens=10, self_draft=SelfDraft(3))
+    engine.scheduler.add(fixed)
+    steps_to(engine, lambda: fixed.finish is not None)
+    assert told[2] == 21  # another's prompt
+    assert len(told) > 4
+    num_before = len(told)
+    while engine.step() is not None:
+        pass
+    assert len(told) == num_before + 1
 
 
 def test_what_has_begun_with_a_head_goes_on_without_once_that_does_not_pay(tmp_path: Path) -> None:
@@ -237,6 +290,9 @@ class Prophet:
 
     def observe(self, *_: object) -> None:
         pass
+
+    def keeps_up(self, _: EngineSequence) -> bool:
+        return False
 
     def num_lacking(self, _: EngineSequence) -> int:
         return 0
@@ -359,6 +415,7 @@ def test_what_comes_behind_verifying_is_a_part_of_what_it_takes(tmp_path: Path) 
     assert isinstance(proposer, SelfDrafting)
     policy = proposer._policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (64, 0.01)]))
     one = sequence([1, 2, 3])
+    proposer._crowd = Crowd.of([one], [])
     for _ in range(200):
         for took in (0.01, 0.012, 0.01, 0.01, 0.01, 0.01):
             proposer._load, proposer._rounds = 1, {}

@@ -128,6 +128,9 @@ class Failing:
     def observe(self, *_: object) -> None:
         self._fail("observe")
 
+    def keeps_up(self, _: EngineSequence) -> bool:
+        return False
+
     def num_lacking(self, _: EngineSequence) -> int:
         self._fail("num_lacking")
         return 20
