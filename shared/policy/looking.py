@@ -9,7 +9,7 @@ _WEIGHT: Final = 0.05
 _MOST: Final = 4.0
 # What it is taken to bring before anything was seen; and at least by each new sequence, whose text may be another.
 _CREDIT: Final = 0.2
-_LEAST_CREDIT: Final = 0.05
+_LEAST_CREDIT: Final = 0.02
 # Where looking closely does not pay it is done in one step of so many.
 _STEPS_APART: Final = 32
 
