@@ -155,15 +155,17 @@ class SelfDraftingPolicy:
         it is told of one in `PLAIN_STEPS_APART`: they say it all."""
         self._costs.observe(load, num_draft_tokens, seconds)
 
-    def observe_rest(self, load: int, size: int, steps: Sequence[tuple[int, float, float]]) -> None:
-        """Plain steps of `load` sequences, while none of them were to have drafts: tokens, and the seconds that each
-        took and waited; see `observe_step`, and with a `size` that is not 0 `observe` of as many."""
+    def observe_rest(self, load: int, size: int, steps: Sequence[tuple[int, float, float, float]]) -> None:
+        """Plain steps of `load` sequences, while none of them were to have drafts: of each its tokens, and the seconds
+        that it took, that looking for drafts took more, and that it waited; see `observe_step`, and with a `size` that
+        is not 0 `observe` of as many."""
         num_steps, plain = len(steps), self._costs.seconds(load, 0)
-        seconds = sum(min(seconds, _MOST_TIMES * plain) for _, seconds, _ in steps)
+        seconds = sum(min(seconds, _MOST_TIMES * plain) for _, seconds, _, _ in steps)
         self._costs.observe(load, 0, seconds / num_steps, math.ceil(num_steps / PLAIN_STEPS_APART))
         if size:
-            at, num_tokens = self._at(size), sum(num_tokens for num_tokens, _, _ in steps)
-            at.wait(sum(min(waited, _LONGEST_WAIT * plain) for _, _, waited in steps) / num_steps, num_steps)
+            at, num_tokens = self._at(size), sum(num_tokens for num_tokens, _, _, _ in steps)
+            at.wait(sum(min(waited, _LONGEST_WAIT * plain) for _, _, _, waited in steps) / num_steps, num_steps)
+            seconds += sum(min(more, plain) for _, _, more, _ in steps)
             waited = num_steps * min(at.waited(Way.PLAIN), _MOST_WAITED * plain)
             at.observe(Way.PLAIN, num_tokens, seconds, waited, num_steps)
 

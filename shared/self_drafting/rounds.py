@@ -96,13 +96,13 @@ class SelfDrafting:
         self._waited = 0.0
         self._ended = 0.0
         self._had_prompts = True
-        # Whether plain steps of this crowd say nothing to the drafter.
-        self._rests = False
+        # Of whom plain steps say nothing to the drafter, as nobody is followed.
+        self._unheeded: frozenset[Sequence] = frozenset()
         self._num_plain = 0
         # A plain step behind one that verified takes so many seconds more than others: it finds less in the caches.
         self._behind = 0.0
-        # Plain steps of this crowd of which nobody was told: tokens, and seconds that they took and waited.
-        self._untold: list[tuple[int, float, float]] = []
+        # Plain steps of this crowd of which nobody was told: see `SelfDraftingPolicy.observe_rest`.
+        self._untold: list[tuple[int, float, float, float]] = []
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
 
@@ -135,7 +135,7 @@ class SelfDrafting:
         self._expected = drafting
         if drafting:  # before it is decided how the step is made
             self._tell()
-            self._rests = False
+            self._unheeded = frozenset()
         copying = self._who_may_copy()
         if not drafting and not copying:
             return
@@ -165,7 +165,7 @@ class SelfDrafting:
         self._waited = self._clock() - self._ended if went_on else 0.0
         if changed:
             self._tell()
-            self._crowd, self._rests = Crowd.of(decoding, coming), False
+            self._crowd, self._unheeded = Crowd.of(decoding, coming), frozenset()
             if (sampled := self._crowd.sampled) is not None:
                 self._policy.sampled = sampled
         if changed or len(self._free) != len(before.free):
@@ -183,15 +183,17 @@ class SelfDrafting:
     def observe(self, plan: StepPlan, captured: Tensor | None, sampled: List[SampledTokens]) -> None:
         if self._growth is None:
             return
-        has_prompts = any(item.num_tokens > item.num_rows for item in plan.scheduled)
-        if self._rests and not has_prompts:
+        unheeded = self._unheeded
+        if all(item.num_tokens == 1 and item.sequence in unheeded for item in plan.scheduled):
             return
         began = self._clock()
         followed = self._followed(plan)
         try:
             drafter = self._growth.drafter
             drafter.observe(plan, captured, sampled, followed)
-            self._rests = not (followed or has_prompts or any(map(drafter.keeps_up, self._crowd.decoding)))
+            sequences = [item.sequence for item in plan.scheduled]
+            rest = not followed and not any(map(drafter.keeps_up, sequences))
+            self._unheeded = frozenset(sequences) if rest else frozenset()
         except Exception as error:
             self._drafter_failed(error)
         self._observed += self._clock() - began
@@ -224,7 +226,7 @@ class SelfDrafting:
             plain = self._policy.step_seconds(self._load, 0)
             self._behind += _WEIGHT * (min(seconds, 2 * plain) - plain - self._behind)
         if self._num_plain and not self._expected:
-            self._untold.append((num_tokens, seconds, self._waited))
+            self._untold.append((num_tokens, seconds, self._spent - self._observed, self._waited))
             if len(self._untold) == _TOLD_TOGETHER:
                 self._tell()
             return

@@ -509,11 +509,11 @@ def test_plain_steps_that_are_told_of_together_say_the_same(load: int, together:
             policy.observe_step(load, 2 * load, 0.03)
     one_by_one, at_once = policies
     for _ in range(20):
-        at_once.observe_rest(load, load, [(load, 0.015, 0.002)] * together)
+        at_once.observe_rest(load, load, [(load, 0.0145, 0.0005, 0.002)] * together)
         for i in range(together):
             one_by_one.observe(load, Way.PLAIN, load, 0.015, 0.002)
             if i % PLAIN_STEPS_APART == 0:
-                one_by_one.observe_step(load, 0, 0.015)
+                one_by_one.observe_step(load, 0, 0.0145)
 
     def says(policy: SelfDraftingPolicy) -> list[float]:
         ways = policy._at(load)
@@ -526,7 +526,7 @@ def test_plain_steps_that_are_told_of_together_say_the_same(load: int, together:
 def test_of_plain_steps_that_are_told_of_together_one_that_stood_still_says_nothing() -> None:
     policy = SelfDraftingPolicy(flat())
     for _ in range(50):
-        policy.observe_rest(1, 1, [(1, 0.01, 0.0)] * 31 + [(1, 10.0, 0.0)])
+        policy.observe_rest(1, 1, [(1, 0.01, 0.0, 0.0)] * 31 + [(1, 10.0, 10.0, 0.0)])
     assert policy.step_seconds(1, 0) < 0.0115
     assert policy._at(1).best_rate() > 0.85 * 100
 
@@ -534,6 +534,6 @@ def test_of_plain_steps_that_are_told_of_together_one_that_stood_still_says_noth
 def test_plain_steps_of_whom_nothing_is_to_be_decided_say_what_such_steps_take() -> None:
     policy = SelfDraftingPolicy(flat())
     for _ in range(50):
-        policy.observe_rest(2, 0, [(2, 0.02, 0.0)] * 32)
+        policy.observe_rest(2, 0, [(2, 0.02, 0.0, 0.0)] * 32)
     assert policy.step_seconds(2, 0) == pytest.approx(0.02, rel=0.02)
     assert not policy._at(2).is_known(Way.PLAIN)
