@@ -214,6 +214,22 @@ async def test_what_a_stop_string_cuts_off_is_not_counted(cut: int) -> None:
         await s.until_idle()
 
 
+@pytest.mark.parametrize(("num_own_drafts", "tells"), [(5, False), (0, True)])
+async def test_steps_in_which_a_target_drafts_for_one_whom_nobody_else_does_are_no_plain_steps(
+    num_own_drafts: int, tells: bool
+) -> None:
+    """They take longer, so that rounds would seem to pay beside them."""
+    async with stack() as s:
+        s.target.num_own_drafts = num_own_drafts
+        controller = s.fleet.gamma(s.fleet.targets[0], s.fleet.drafts[0])
+        assert controller is not None
+        sources = [inference_pb2.DRAFT_SOURCE_TARGET]
+        with mock.patch.object(controller, "observe_plain", wraps=controller.observe_plain) as observed:
+            await s.generate(greedy(speculation=inference_pb2.Speculation(sources=sources), max_tokens=200))
+        assert observed.called is tells
+        await s.until_idle()
+
+
 async def test_what_a_target_drafts_itself_is_none_of_the_drafters() -> None:
     """Who finds nothing is not credited with what the target found instead."""
     async with stack() as s:

@@ -186,7 +186,8 @@ class SequenceSession:
         gamma = self._gamma
         if gamma is None or not ahead or gamma.plain_looks.quiet_from < entry.received < gamma.plain_looks.quiet_until:
             return entry
-        if not _is_round(last.result):
+        # Nor is it a plain step in which the target drafted for one whom nobody else does.
+        if not _is_round(last.result) and not (self._draft is None and entry.result.HasField("self_drafted")):
             num_tokens = None if self._draft is None else len(entry.result.token_ids)
             mostly_prompts = entry.mostly_prompts(last)
             gamma.observe_plain(load, entry.seconds_since(last), entry.received, num_tokens, mostly_prompts)
