@@ -34,6 +34,7 @@ _MOST_SPARED: Final = 0.5
 _FORGOTTEN: Final = 0.002
 # And so much of what taking in seems to cost, each time that this speaks against it.
 _FORGOTTEN_OF_FOLLOWING: Final = 0.0005
+# Of plain steps one in so many is told of: they say it all.
 PLAIN_STEPS_APART: Final = 4
 
 
@@ -151,8 +152,7 @@ class SelfDraftingPolicy:
         return self._costs.seconds(load, num_draft_tokens)
 
     def observe_step(self, load: int, num_draft_tokens: int, seconds: float) -> None:
-        """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens. Of plain ones
-        it is told of one in `PLAIN_STEPS_APART`: they say it all."""
+        """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens."""
         self._costs.observe(load, num_draft_tokens, seconds)
 
     def observe_rest(self, load: int, size: int, steps: Sequence[tuple[int, float, float, float]]) -> None:

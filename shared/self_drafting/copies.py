@@ -13,7 +13,8 @@ from shared.engine.sequence import Sequence
 from shared.policy.looking import Looking
 
 # Where close looks do not pay it is looked again, behind so many steps in a row that found nothing worth proposing,
-# only when so many more tokens are there: a look takes some 20 µs, and what begins to repeat itself does so for longer.
+# only when so many more tokens are there: a look takes 20 to 100 µs, and what begins to repeat itself does so
+# for longer.
 _BARREN_STEPS = 4
 _TOKENS_APART = 16
 # Tokens that are taken in before a step, of all sequences: everybody waits for that, some 2 µs a token.
