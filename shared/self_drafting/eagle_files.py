@@ -25,6 +25,13 @@ _OTHER_NAMES = {
 }
 # What newer heads may have that this one does not compute: each would ruin its guesses in silence.
 _UNKNOWN_OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
+# All of a layer's config that counts. The rest, of which transformers makes what it pleases (a table of names by a
+# number of labels), is left.
+_LAYER_OPTIONS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "mlp_bias", "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters", "partial_rotary_factor",
+)  # fmt: skip
 # Which states an EAGLE-3 is given where its config does not say: early, in the middle and late.
 _EARLY, _LATE = 2, 3
 
@@ -82,12 +89,13 @@ def _shape(files: HeadFiles, weights: dict[str, Tensor], model: CausalLM) -> Eag
     if not isinstance(norm_before_residual, bool):
         raise files.error(f"has norm_before_residual {norm_before_residual!r}: it must be true or false")
     layer: dict[str, Any] = raw.get("transformer_layer_config", raw)
-    config = LlamaConfig(**{**layer, "architectures": None})
-    theta = float((config.rope_parameters or {}).get("rope_theta") or 0.0)
-    if config.hidden_act != "silu" or config.mlp_bias or not (math.isfinite(theta) and theta > 0):
+    config = LlamaConfig(**{option: layer[option] for option in _LAYER_OPTIONS if option in layer})
+    rope = config.rope_parameters or {}
+    theta, rotated = float(rope.get("rope_theta") or 0.0), rope.get("partial_rotary_factor", 1.0)
+    if config.hidden_act != "silu" or config.mlp_bias or not (math.isfinite(theta) and theta > 0) or rotated != 1:
         raise files.error(
-            f"has hidden_act {config.hidden_act}, mlp_bias {config.mlp_bias} and rope_theta {theta}: silu, false and "
-            "more than 0 are supported"
+            f"has hidden_act {config.hidden_act}, mlp_bias {config.mlp_bias}, rope_theta {theta} and "
+            f"partial_rotary_factor {rotated}: silu, false, more than 0 and 1 are supported"
         )
     if config.num_hidden_layers != 1:
         raise files.error(f"has {config.num_hidden_layers} layers: one is supported")
@@ -111,14 +119,14 @@ def _shape(files: HeadFiles, weights: dict[str, Tensor], model: CausalLM) -> Eag
             f"has {config.num_key_value_heads} KV heads of {dim}, and its blocks are those of {model.name}, which has "
             f"{kv.num_kv_heads} of {kv.key_head_dim}"
         )
-    own_out = "lm_head.weight" in weights
-    if own_out:
-        draft_vocab_size = weights["lm_head.weight"].shape[0]
-    else:
-        draft_vocab_size = model.vocab_size
-        if config.hidden_size != model.hidden_size:
-            raise files.error(f"has no lm_head, and another hidden size than {model.name}")
-    own_embedding = "embed_tokens.weight" in weights
+    if config.num_attention_heads < 1 or config.num_attention_heads % kv.num_kv_heads:
+        raise files.error(
+            f"has {config.num_attention_heads} attention heads, no multiple of its {kv.num_kv_heads} of KV"
+        )
+    own_out, own_embedding = "lm_head.weight" in weights, "embed_tokens.weight" in weights
+    draft_vocab_size = weights["lm_head.weight"].shape[0] if own_out else model.vocab_size
+    if not (own_out and own_embedding) and config.hidden_size != model.hidden_size:
+        raise files.error(f"has no lm_head or no embed_tokens, and another hidden size than {model.name}")
     if own_embedding and weights["embed_tokens.weight"].shape[0] < model.vocab_size:
         raise files.error(f"embeds {weights['embed_tokens.weight'].shape[0]} tokens of the {model.vocab_size}")
     if own_embedding:
@@ -191,9 +199,9 @@ def _state(files: HeadFiles, weights: dict[str, Tensor], shape: EagleShape) -> d
 
 def _token_ids(files: HeadFiles, offsets: Tensor, shape: EagleShape, model: CausalLM) -> Tensor:
     """Which token each of the head's logits is: d2t holds how far that is from its own place."""
+    if offsets.shape != (shape.draft_vocab_size,):
+        raise files.error(f"has a d2t of shape {[*offsets.shape]}, and logits of {shape.draft_vocab_size} tokens")
     token_ids = torch.arange(len(offsets)) + offsets.long()
-    if len(offsets) != shape.draft_vocab_size:
-        raise files.error(f"has a d2t of {len(offsets)} tokens, and logits of {shape.draft_vocab_size}")
     if (
         int(token_ids.min()) < 0
         or int(token_ids.max()) >= model.vocab_size

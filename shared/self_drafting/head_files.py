@@ -69,5 +69,9 @@ def _read(folder: Path) -> dict[str, Tensor]:
         )
         if not named:
             raise ValueError(f"{name} holds something else than weights by name")
+        for key, each in weights.items():
+            # What repeats a few numbers would be laid out in full.
+            if each.nbytes > each.untyped_storage().nbytes():
+                raise ValueError(f"{name} holds less of {key} than its shape, {[*each.shape]}, says")
         return dict(weights)
     raise ValueError(f"it has none of {', '.join(_WEIGHTS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -328,6 +329,13 @@ def test_a_medusa_of_another_model_or_not_whole_is_refused(target: Path, tmp_pat
 def test_an_eagle_of_another_model_or_not_whole_is_refused(target: Path, tmp_path: Path) -> None:
     config = config_of(target)
     said, weights = layer_config(config), eagle3_weights(config, 128)
+    narrow = copy.deepcopy(config)
+    narrow.hidden_size, narrow.head_dim = 32, said["head_dim"]
+    other_size = without(eagle3_weights(narrow, 128), "fc.weight") | {"fc.weight": torch.zeros(32, 3 * 64)}
+    one_head = weights | {
+        "midlayer.self_attn.q_proj.weight": torch.zeros(said["head_dim"], 2 * config.hidden_size),
+        "midlayer.self_attn.o_proj.weight": torch.zeros(config.hidden_size, said["head_dim"]),
+    }
     cases: list[tuple[str, Weights, dict[str, Any], str]] = [
         ("states", weights, said | {"eagle_aux_hidden_state_layer_ids": [1, 9, 3]}, "sees layers"),
         ("negative", weights, said | {"eagle_aux_hidden_state_layer_ids": [-1, 2, 3]}, "sees layers"),
@@ -339,7 +347,11 @@ def test_an_eagle_of_another_model_or_not_whole_is_refused(target: Path, tmp_pat
         ("more", weights | {"stranger": torch.zeros(1)}, said, "weights of no EAGLE: stranger"),
         ("no d2t", without(weights, "d2t"), said, "no d2t"),
         ("d2t of ids", weights | {"d2t": torch.arange(128) * 2}, said, "it holds offsets"),
-        ("short d2t", weights | {"d2t": torch.zeros(100, dtype=torch.int64)}, said, "a d2t of 100 tokens"),
+        ("short d2t", weights | {"d2t": torch.zeros(100, dtype=torch.int64)}, said, r"a d2t of shape \[100\]"),
+        ("tall d2t", weights | {"d2t": torch.zeros(128, 1, dtype=torch.int64)}, said, r"a d2t of shape \[128, 1\]"),
+        ("fewer heads than KV", one_head, said | {"num_attention_heads": 1}, "has 1 attention heads"),
+        ("another size", other_size, said | {"hidden_size": 32}, "no embed_tokens, and another hidden size"),
+        ("half rotated", weights, said | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("wide", weights | {"midlayer.self_attn.q_proj.weight": torch.zeros(64, 64)}, said, "Sizes of tensors|fit"),
         ("vocabulary", weights | {"embed_tokens.weight": torch.zeros(100, 64)}, said, "embeds 100 tokens"),
     ]
@@ -363,6 +375,23 @@ def test_an_eagle_of_another_model_or_not_whole_is_refused(target: Path, tmp_pat
     ]
     for name, its, config_said, match in cases:
         refused(target, write_head(tmp_path / name, its, config_said), match)
+
+
+def test_what_a_heads_config_says_of_other_things_is_left(target: Path, tmp_path: Path) -> None:
+    """transformers makes a name for each of so many labels, which took all memory there is."""
+    config = config_of(target)
+    head = write_head(tmp_path, eagle3_weights(config, 128), layer_config(config) | {"num_labels": 10**12})
+    load_head(str(head), CausalLM.load(str(target), device="cpu", native="off"))
+
+
+def test_a_tensor_that_repeats_what_its_file_holds_is_refused(target: Path, tmp_path: Path) -> None:
+    """A file of some bytes would take as much memory as it says."""
+    config = config_of(target)
+    weights = eagle3_weights(config, 128)
+    head = write_head(tmp_path, weights, layer_config(config), pickled=True)
+    load_head(str(head), CausalLM.load(str(target), device="cpu", native="off"))
+    torch.save(weights | {"embed_tokens.weight": torch.zeros(1).expand(1 << 40, 64)}, head / "pytorch_model.bin")
+    refused(target, head, "holds less of embed_tokens.weight than its shape")
 
 
 def test_a_config_that_is_no_json_is_refused(target: Path, tmp_path: Path) -> None:
