@@ -35,7 +35,7 @@ class Writing:
         return int(10 * self.share)
 
     def __str__(self) -> str:
-        return f"the target has written {self.num_tokens:,} of {self.wanted:,} tokens"
+        return f"the target has written {self.num_tokens:,} of at least {self.wanted:,} tokens"
 
 
 @dataclass(frozen=True, slots=True)

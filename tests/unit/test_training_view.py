@@ -29,9 +29,9 @@ def test_a_line_whenever_more_is_known_and_one_of_how_to_go_on() -> None:
         train()
     lines = [line.strip() for line in output.getvalue().splitlines()]
     assert lines[:6] == [
-        "0% draft: the target has written 0 of 10,000 tokens",
-        "10% draft: the target has written 1,000 of 10,000 tokens",
-        "100% draft: the target has written 20,000 of 10,000 tokens",
+        "0% draft: the target has written 0 of at least 10,000 tokens",
+        "10% draft: the target has written 1,000 of at least 10,000 tokens",
+        "100% draft: the target has written 20,000 of at least 10,000 tokens",
         "0% draft: begins",
         "50% draft: loss 1.250, agrees 50% 25%",
         "broken off: the same command goes on from what it has kept",
