@@ -2,9 +2,10 @@
 
 One stream of the demo target, by prose (docstrings), code and text that repeats itself (code that is begun once more),
 at temperature 0 and 1. Every way of drafting in turns by the same prompts, each as a tenant of its own (what one
-generated another could copy), in a stack that has everything at once: a draft worker with its model and copies, and a
-target with a head and copies. Further heads have a stack each, and so have a target with the draft model inside and one
-that does nothing but copy.
+generated another could copy), and plain decoding twice, so that one sees what the machine's noise makes of the same
+thing, in a stack that has everything at once: a draft worker with its model and copies, and a target with a head and
+copies. Further heads have a stack each, and so have a target with the draft model inside and one that does nothing but
+copy.
 
 python -m tests.benchmarks.sources --turns 8
 """
@@ -17,6 +18,7 @@ import asyncio
 import gc
 import json
 import random
+import statistics
 import sys
 import sysconfig
 import time
@@ -40,6 +42,8 @@ from tests.support.service import generate, inference
 _NUM_TOKENS = 128
 _PROMPT_TOKENS = 160
 _REPEATED_TOKENS = 48
+# Of a table that no terminal shows.
+_WIDTH = 140
 _MODEL, _SUFFIX = inference_pb2.DRAFT_SOURCE_MODEL, inference_pb2.DRAFT_SOURCE_SUFFIX
 _TARGET = inference_pb2.DRAFT_SOURCE_TARGET
 
@@ -54,12 +58,14 @@ class Way:
     num_nodes: int | None = None
 
 
+_OFF, _OFF_AGAIN = Way("off", gamma=0), Way("off, again", gamma=0)
 WAYS = [
-    Way("off", gamma=0),
+    _OFF,
     Way("model, 4", (_MODEL,), 4),
     Way("model, tree of 10", (_MODEL,), 4, 10),
     Way("suffix, 8", (_SUFFIX,), 8),
     Way("model and suffix, 4", (_MODEL, _SUFFIX), 4),
+    _OFF_AGAIN,
     Way("head, 3", (_TARGET,), 3),
     Way("head, tree of 10", (_TARGET,), 3, 10),
     Way("model and suffix, what pays", (_MODEL, _SUFFIX)),
@@ -68,15 +74,17 @@ WAYS = [
 ]
 WITH_A_HEAD = [way for way in WAYS if way.gamma == 0 or way.sources == (_TARGET,)]
 INSIDE = [
-    Way("off", gamma=0),
+    _OFF,
     Way("model inside, 4", (_TARGET,), 4),
+    _OFF_AGAIN,
     Way("model inside, tree of 10", (_TARGET,), 4, 10),
     Way("model inside, what pays", (_TARGET,)),
     Way("model inside and copies, what pays"),
 ]
 COPYING = [
-    Way("off", gamma=0),
+    _OFF,
     Way("copies in the target, 8", (_SUFFIX,), 8),
+    _OFF_AGAIN,
     Way("copies in the target, tree of 16", (_SUFFIX,), 8, 16),
     Way("copies in the target, what pays", (_SUFFIX,)),
 ]
@@ -84,9 +92,9 @@ COPYING = [
 
 @dataclass(slots=True)
 class Cell:
-    """What a way brought on one kind of text at one temperature, summed over its turns."""
+    """What a way brought on one kind of text at one temperature: the seconds of each turn, and the sums of the rest."""
 
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     num_tokens: int = 0
     rounds: int = 0
     accepted: int = 0
@@ -94,7 +102,7 @@ class Cell:
     accepted_at: list[int] = field(default_factory=list)
 
     def add(self, usage: inference_pb2.Usage, seconds: float) -> None:
-        self.seconds += seconds
+        self.seconds.append(seconds)
         self.num_tokens += usage.output_tokens - 1
         self.rounds += usage.rounds
         self.accepted += usage.accepted_tokens
@@ -107,7 +115,7 @@ class Cell:
     @property
     def rate(self) -> float:
         """Tokens a second behind the first one."""
-        return self.num_tokens / self.seconds
+        return self.num_tokens / sum(self.seconds)
 
     @property
     def tokens_per_round(self) -> float:
@@ -194,12 +202,21 @@ async def _run(
 
 
 def render(cells: dict[str, Cell]) -> Table:
-    table = Table("text", "way", "tokens/s", "× off", "tokens a round", "accepted by position", box=None)
+    """`× off`: how many times as many tokens a second as plain decoding, whose two runs count as one, by the sums of
+    all turns; `median`: of the turns' own ratios."""
+    columns = ("text", "way", "tokens/s", "× off", "median", "rounds", "tokens a round", "accepted by position")
+    table = Table(*columns, box=None)
     for name, cell in cells.items():
         where, _, way = name.rpartition(": ")
+        runs = (cells[f"{where}: {each.name}"].seconds for each in (_OFF, _OFF_AGAIN))
+        plain = [(first + again) / 2 for first, again in zip(*runs, strict=True)]
+        times = sum(plain) / sum(cell.seconds)
+        median = statistics.median(off / seconds for off, seconds in zip(plain, cell.seconds, strict=True))
         shares = " ".join(f"{share:.2f}" for share in cell.by_position(4))
-        times = cell.rate / cells[f"{where}: off"].rate
-        table.add_row(where, way, f"{cell.rate:.0f}", f"{times:.2f}", f"{cell.tokens_per_round:.2f}", shares)
+        table.add_row(
+            where, way, f"{cell.rate:.0f}", f"{times:.2f}", f"{median:.2f}", f"{cell.rounds}",
+            f"{cell.tokens_per_round:.2f}", shares,
+        )  # fmt: skip
     return table
 
 
@@ -211,6 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(stderr=True)
     found: dict[str, dict[str, Cell]] = {}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     try:
         stacks = {"all": (StackSettings(port=0, head=str(DEMO_HEADS / "eagle3")), WAYS)}
         stacks["inside"] = StackSettings(port=0, num_drafts=0), INSIDE
@@ -219,13 +237,12 @@ def main() -> None:
             stacks[head.name] = StackSettings(port=0, draft=None, head=str(head)), WITH_A_HEAD
         for name, (settings, ways) in stacks.items():
             found[name] = asyncio.run(measure(settings, ways, options.turns, console.print))
-            Console().print(name, render(found[name]), "")
+            Console(width=None if sys.stdout.isatty() else _WIDTH).print(name, render(found[name]), "")
+            numbers = {stack: {cell: asdict(its) for cell, its in cells.items()} for stack, cells in found.items()}
+            options.json.write_text(json.dumps(numbers, indent=2) + "\n")
     except (BenchmarkError, StartupError) as error:
         sys.exit(f"bench-sources: {error}")
     Console().print(str(this_machine()))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {stack: {name: asdict(cell) for name, cell in cells.items()} for stack, cells in found.items()}
-    options.json.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
 if __name__ == "__main__":
