@@ -229,6 +229,11 @@ class CausalLM:
         self.kv_shape = self.kv_shape._replace(num_layers=self.num_layers + num_layers)
         self._beside = fingerprint
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of its weights, as they were loaded."""
+        return sum(weight.nbytes for weight in self._model.parameters())
+
     def fingerprint(self, block_size: int) -> str:
         return model_fingerprint(self._model, block_size, self._beside)
 

@@ -81,4 +81,8 @@ class EngineSettings(ServiceSettings):
         description="none, or what weights of linear layers but the head are rounded to: int8, with a scale for each "
         "output, or int4, with one for each 64 inputs of it. In bfloat16 on CPUs with kernels of its own.",
     )
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads; unset: PyTorch's default.")
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads; unset: one for each 16 MiB of weights, and at most PyTorch's default.",
+    )
