@@ -17,11 +17,13 @@ _TRIAL_WEIGHT: Final = 0.3
 # short, until there were so many seconds or steps.
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
-_MOST_TRIAL_STEPS: Final = 16
-# In turns with what is gone, of so many steps each. What the first takes does not count, but what such steps take: what
-# one of the other way brought is being taken in meanwhile, which makes a plain step behind a tree a third longer where
-# steps take a millisecond.
+_MOST_TRIAL_STEPS: Final = 32
+# In turns with what is gone, of so many steps each at least, and twice as long as it takes to settle. What the first
+# takes, and others that begin before, does not count, but what such steps take: what those of the other way brought is
+# being taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round
+# takes 1.6 times as long as others, and the next two 1.25 times.
 _TURN: Final = 3
+_SETTLING_SECONDS: Final = 0.006
 # But for no more than so many times as many that are begun: others' prompts may be in each. It goes on where it ended
 # when its time comes again.
 _MOST_BEGUN: Final = 8
@@ -112,13 +114,16 @@ class Ways:
 
     def __init__(self) -> None:
         self.way = Way.TREE
-        # Of a trial of another, which goes on in turns with it: how many steps that began, and of how many of both it
-        # is known what they brought.
+        # Of a trial of another, which goes on in turns with it: how many steps that began, whether it is its turn, and
+        # of how many steps of the turn, and of how long ones, it is known what they brought.
         self._tried: Way | None = None
-        self._num_begun = self._num_told = 0
-        # The latest decision, whether it was another than the one before, and whether its step is still to be told of.
+        self._num_begun = 0
+        self._is_its_turn = False
+        self._turn_steps, self._turn_seconds = 0, 0.0
+        # The latest decision, whether its step is still to be told of, and for how long it has been the same.
         self._chosen: Way | None = None
-        self._is_first = self._is_open = False
+        self._is_open = False
+        self._settled = 0.0
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
         # Of the latest step.
@@ -138,12 +143,16 @@ class Ways:
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
         before, self._chosen = self._chosen, self._choose(may_try)
-        self._is_first, self._is_open = self._chosen is not before, True
+        self._is_open = True
+        if self._chosen is not before:
+            self._settled = 0.0
         return self._chosen
 
     def _choose(self, may_try: bool) -> Way:
         if self._tried is not None:
-            if self._num_told // _TURN % 2:
+            if self._turn_steps >= _TURN and self._turn_seconds >= 2 * _SETTLING_SECONDS:
+                self._take_turns(not self._is_its_turn)
+            if not self._is_its_turn:
                 return self.way
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
@@ -211,14 +220,17 @@ class Ways:
         them waited so long, while nothing was tried."""
         self._latest = way
         is_chosen = self._is_open and way is self._chosen
-        is_first = is_chosen and self._is_first
-        self._num_told += is_chosen
+        settles = is_chosen and self._settled < _SETTLING_SECONDS
+        if is_chosen:
+            self._turn_steps += 1
+            self._turn_seconds += seconds
+            self._settled += seconds
         self._is_open = False
         self._seconds += seconds
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
         share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
         tried = None if self._tried is None else self._known[self._tried]
-        if tried is not None and is_first:
+        if tried is not None and settles:
             seconds = (tried.beside if way is self.way else tried.goodput).step_seconds
             if seconds == 0:
                 return
@@ -254,12 +266,17 @@ class Ways:
 
     def _begin_trial(self, way: Way) -> None:
         self._trial_steps = self._enough_steps
-        self._tried, self._num_begun, self._num_told = way, 0, 0
+        self._tried, self._num_begun = way, 0
+        self._take_turns(True)
         known = self._known[way]
         if not known.is_unfinished:
             known.goodput, known.beside = _Goodput(), _Goodput()
         known.is_unfinished = False
         self._note_due()
+
+    def _take_turns(self, is_its_turn: bool) -> None:
+        """The way that is tried, or what is gone."""
+        self._is_its_turn, self._turn_steps, self._turn_seconds = is_its_turn, 0, 0.0
 
     def _conclude(self) -> None:
         """The trial has ended: takes the better way, and says when the other is tried again."""

@@ -169,8 +169,8 @@ def test_a_step_that_nobody_chose_is_none_of_a_trial() -> None:
         ways.observe(ways._chosen or Way.TREE, 9 if ways._chosen is Way.TREE else 1, 0.02, 0.0)
     while ways.choose(True) is not Way.CHAIN:
         ways.observe(ways.way, 9, 0.02, 0.0)
-    before = ways._num_told, ways.step_seconds(Way.CHAIN)
+    before = ways._turn_steps, ways.step_seconds(Way.CHAIN)
     ways._known[Way.PLAIN].goodput = type(ways._known[Way.PLAIN].goodput)()
     ways.observe(Way.PLAIN, 1, 0.004, 0.0)
     assert ways.step_seconds(Way.PLAIN) == pytest.approx(0.004)
-    assert (ways._num_told, ways.step_seconds(Way.CHAIN)) == before
+    assert (ways._turn_steps, ways.step_seconds(Way.CHAIN)) == before
