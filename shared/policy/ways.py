@@ -18,6 +18,8 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
 _MOST_TRIAL_STEPS: Final = 32
+# It ends as soon as the first so many show that one of both brings less than this share of what the other does.
+_HOPELESS: Final = 0.6
 # In turns with what is gone, of so many steps each at least, and twice as long as it takes to settle. What the first
 # takes, and others that begin before, does not count, but what such steps take: what those of the other way brought is
 # being taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round
@@ -105,6 +107,12 @@ class _Known:
         self.patience = 0.0
 
     @property
+    def is_clear(self) -> bool:
+        """Whether one of both brings far less than the other in the latest trial."""
+        rates = self.goodput.rate, self.beside.rate
+        return min(rates) < _HOPELESS * max(rates)
+
+    @property
     def trial_share(self) -> float:
         return _TRIAL_SHARE / min(max(self.num_in_vain, 1), _MOST_IN_VAIN)
 
@@ -160,7 +168,7 @@ class Ways:
                 self._postpone([self._tried])
             elif self._tried.drafts and not may_try:
                 return self.way
-        elif self._seconds >= self._due_at and self._now.num_seen >= self._enough_steps:
+        elif self._seconds >= self._due_at and self._now.num_seen >= _TRIAL_STEPS:
             due = sorted(self._due(), key=self.times, reverse=True)
             possible = [way for way in due if may_try or not way.drafts]
             if possible:
@@ -241,7 +249,8 @@ class Ways:
             return
         if way is self.way:
             tried.beside.observe(num_tokens, seconds, waited)
-        if min(tried.beside.num_seen, tried.goodput.num_seen) >= self._trial_steps:
+        num_seen = min(tried.beside.num_seen, tried.goodput.num_seen)
+        if num_seen >= self._trial_steps or (num_seen >= _TRIAL_STEPS and tried.is_clear):
             self._conclude()
 
     @property

@@ -187,11 +187,11 @@ def test_short_steps_are_tried_for_longer_and_in_turns(seconds: float, num: int)
     policy, gone = SelfDraftingPolicy(StepCosts([(1, seconds)])), []
     for _ in range(8 * num):
         gone.append(policy.way(1))
-        policy.observe(1, gone[-1], 2 if gone[-1].drafts else 1, seconds)
+        policy.observe(1, gone[-1], 3 if gone[-1].drafts else 2, seconds)
     turns = [(way, len(list(steps))) for way, steps in itertools.groupby(gone)]
     first = next(i for i, (way, _) in enumerate(turns) if way is Way.CHAIN)
     trial, second = turns[1:first], turns[first : first + len(turns[1:first])]
-    assert turns[0] == (Way.TREE, num)
+    assert turns[0] == (Way.TREE, 8)
     assert [way for way, _ in trial] == [Way.PLAIN, Way.TREE] * (len(trial) // 2)
     # All but the first step of either, and those that begin within its first 6 ms, count, and it ends as soon as both
     # have enough.
@@ -227,6 +227,16 @@ def test_plain_steps_are_measured_once_they_have_settled() -> None:
             policy.observe(1, Way.PLAIN, 1, 0.0013 * (1.6, 1.25, 1.25, 1.0)[num_plain])
             num_plain = min(num_plain + 1, 3)
     assert gone[500:].count(Way.PLAIN) > 0.9 * 3500
+
+
+def test_what_is_hopeless_is_not_tried_to_the_end() -> None:
+    """Drafts that bring a third of what plain decoding does: some 10 of each way say it, not 32."""
+    policy, gone = SelfDraftingPolicy(flat(0.0013)), list[Way]()
+    for _ in range(400):
+        gone.append(policy.way(1))
+        policy.observe(1, gone[-1], 1, 0.004 if gone[-1].drafts else 0.0013)
+    assert 0 < gone.count(Way.CHAIN) < 20
+    assert gone.count(Way.TREE) < 30
 
 
 def test_prompts_that_are_hard_do_not_decide_between_ways() -> None:
