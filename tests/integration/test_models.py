@@ -36,6 +36,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.verifier import verify
 from shared.settings import StartupError
+from tests.support.threads import threads
 
 VOCAB_SIZE = 200
 NUM_TOKENS = 40
@@ -93,10 +94,8 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 def write(config: PreTrainedConfig, path: Path) -> Path:

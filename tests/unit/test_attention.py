@@ -16,6 +16,7 @@ from shared.engine.attention.paged import attend
 from shared.engine.kv_pool import KVPool, KVShape
 from shared.engine.native.library import Library
 from tests.support.kernels import INSTRUCTION_SETS, kernels
+from tests.support.threads import threads
 
 BLOCK_SIZE = 16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -159,15 +160,11 @@ def test_kernels_attend_as_the_definition_says(instruction_set: str, features: d
 def test_chunks_of_long_contexts_are_put_together_again(instruction_set: str, num_threads: int) -> None:
     case = make_case([(5000, 1), (1537, 70), (513, 2), (512, 512)])
     expected = dense_attention(case, sliding_window=1400)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads):
         step = case.batch(kernels(instruction_set))
         for _ in range(2):  # as layers follow one another
             got = attend(0, case.query, *case.newest(), step, SCALE, sliding_window=1400)
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)

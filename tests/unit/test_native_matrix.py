@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shared.engine.native.matrix import NativeMatrix
 from shared.engine.quantised_weight import QuantisedWeight
 from tests.support.kernels import INSTRUCTION_SETS, kernels
+from tests.support.threads import threads
 
 # One row's own, blocks of unequal length, more than one pass; odd and whole numbers of inputs and panels.
 ROWS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 25, 32, 33, 70)
@@ -67,10 +68,8 @@ def test_a_rows_product_does_not_depend_on_the_others(instruction_set: str, bits
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")

@@ -13,6 +13,7 @@ from shared.engine.threads import num_threads_for
 from shared.models import DEMO_TARGET
 from shared.sampling.verifier import verify
 from shared.worker.service import load_engine
+from tests.support.threads import threads
 
 _MIB = 1 << 20
 
@@ -20,10 +21,8 @@ _MIB = 1 << 20
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """Are PyTorch's default."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    with threads(3):
+        yield
 
 
 @pytest.mark.parametrize(
