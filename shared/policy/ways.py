@@ -159,7 +159,7 @@ class Ways:
     def _choose(self, may_try: bool) -> Way:
         if self._tried is not None:
             if self._turn_steps >= _TURN and self._turn_seconds >= 2 * _SETTLING_SECONDS:
-                self._take_turns(not self._is_its_turn)
+                self._begin_turn(not self._is_its_turn)
             if not self._is_its_turn:
                 return self.way
             self._num_begun += 1
@@ -276,15 +276,15 @@ class Ways:
     def _begin_trial(self, way: Way) -> None:
         self._trial_steps = self._enough_steps
         self._tried, self._num_begun = way, 0
-        self._take_turns(True)
+        self._begin_turn(True)
         known = self._known[way]
         if not known.is_unfinished:
             known.goodput, known.beside = _Goodput(), _Goodput()
         known.is_unfinished = False
         self._note_due()
 
-    def _take_turns(self, is_its_turn: bool) -> None:
-        """The way that is tried, or what is gone."""
+    def _begin_turn(self, is_its_turn: bool) -> None:
+        """Of the way that is tried, or of what is gone."""
         self._is_its_turn, self._turn_steps, self._turn_seconds = is_its_turn, 0, 0.0
 
     def _conclude(self) -> None:
