@@ -49,8 +49,11 @@ def load_engine(
     Raises StartupError if the model cannot be loaded or served.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
     model = CausalLM.load(settings.model, settings.device, settings.dtype, settings.native, settings.quantize)
-    torch.set_num_threads(settings.num_threads or num_threads_for(model.weight_bytes, torch.get_num_threads()))
+    if settings.num_threads is None:
+        torch.set_num_threads(num_threads_for(model.weight_bytes, torch.get_num_threads()))
     finish = None if prepare is None else prepare(model)
     # A CPU computes nothing while its host goes on: there it would only be more to do.
     engine = Engine(model, settings, sample, None if model.device.type == "cpu" else draw_ahead)
