@@ -32,7 +32,7 @@ def distill(
     text: TextOption = None,
     pattern: PatternOption = "*",
     samples: SamplesOption = None,
-    minutes: MinutesOption = 9.0,
+    minutes: MinutesOption = 8.0,
     seed: SeedOption = 0,
 ) -> None:
     """Cut a draft model out of a target, and teach it the target's distributions, for `outrider draft --model`.
