@@ -151,9 +151,12 @@ class Ways:
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
         before, self._chosen = self._chosen, self._choose(may_try)
-        self._is_open = True
         if self._chosen is not before:
             self._settled = 0.0
+        elif self._is_open:  # nobody told of the step before: it had prompts, and these take as long as to settle
+            self._settled = max(self._settled, _SETTLING_SECONDS)
+            self._turn_seconds = max(self._turn_seconds, 2 * _SETTLING_SECONDS)
+        self._is_open = True
         return self._chosen
 
     def _choose(self, may_try: bool) -> Way:

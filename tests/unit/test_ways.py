@@ -90,17 +90,18 @@ WORSE = worker((1.0, 0.02), (2.5, 0.1), (3.5, 0.14))
 
 
 @pytest.mark.parametrize("share", [0.8, 0.95, 0.98])
-def test_where_most_steps_carry_prompts_what_is_worse_is_left_all_the_same(share: float) -> None:
-    """These are never told of."""
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.05])
+def test_where_most_steps_carry_prompts_what_is_worse_is_left_all_the_same(share: float, scale: float) -> None:
+    """These are never told of. Steps of 20 ms, and of 2 and 1."""
     ways, rng = Ways(), random.Random(1)
     for _ in range(2):
         gone = dict.fromkeys(Way, 0)
-        for _ in range(1000):
+        for _ in range(3000):
             way = ways.choose(may_try=True)
             gone[way] += 1
             while rng.random() < share:
                 gone[ways.choose(may_try=True)] += 1
-            ways.observe(way, round(WORSE[way][0]), WORSE[way][1], 0.0)
+            ways.observe(way, round(WORSE[way][0]), scale * WORSE[way][1], 0.0)
     assert gone[Way.PLAIN] > 0.9 * sum(gone.values())
 
 
