@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
+from shared.policy.comparison import Comparison
+
 # Of what steps brought so much is remembered, in steps.
 _MEMORY_STEPS: Final = 50.0
 _KEPT: Final = 1 - 1 / _MEMORY_STEPS
@@ -18,8 +20,10 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
 _MOST_TRIAL_STEPS: Final = 32
-# It ends as soon as the first so many show that one of both brings less than this share of what the other does.
+# It ends as soon as so many, of which so many were measured, show that one of both brings less than this share of what
+# the other does.
 _HOPELESS: Final = 0.6
+_MEASURED_STEPS: Final = 3
 # In turns with what is gone, of so many steps each at least, and twice as long as it takes to settle. What the first
 # takes, and others that begin before, does not count, but what such steps take: what those of the other way brought is
 # being taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round
@@ -91,8 +95,8 @@ class _Known:
 
     def __init__(self) -> None:
         self.goodput = _Goodput()
-        # Of its latest trial: what the way that is gone brought meanwhile, and whether it ended before enough was seen.
-        self.beside = _Goodput()
+        # Its latest trial, and whether it ended before enough was seen.
+        self.compared = Comparison()
         self.is_unfinished = False
         # Of tokens a second, over those of the others: a logarithm.
         self.log_rate = 0.0
@@ -107,12 +111,6 @@ class _Known:
         self.patience = 0.0
 
     @property
-    def is_clear(self) -> bool:
-        """Whether one of both brings far less than the other in the latest trial."""
-        rates = self.goodput.rate, self.beside.rate
-        return min(rates) < _HOPELESS * max(rates)
-
-    @property
     def trial_share(self) -> float:
         return _TRIAL_SHARE / min(max(self.num_in_vain, 1), _MOST_IN_VAIN)
 
@@ -123,12 +121,14 @@ class Ways:
     def __init__(self) -> None:
         self.way = Way.TREE
         # Of a trial of another, which goes on in turns with it: how many steps that began, whether it is its turn, and
-        # of how many steps of the turn, and of how long ones, it is known what they brought.
+        # of how many steps of the turn, and of how long ones, it is known what they brought. Steps between them that
+        # are of the way that is gone, as there is nobody to try the other with, are of neither turn.
         self._tried: Way | None = None
         self._num_begun = 0
         self._is_its_turn = False
         self._turn_steps, self._turn_seconds = 0, 0.0
-        # The latest decision, whether its step is still to be told of, and for how long it has been the same.
+        # The latest decision but for such steps, whether the latest step is of it and still to be told of, and for how
+        # long it has been the same.
         self._chosen: Way | None = None
         self._is_open = False
         self._settled = 0.0
@@ -150,14 +150,18 @@ class Ways:
 
     def choose(self, may_try: bool) -> Way:
         """For the step that comes. Not `may_try`, no drafts are tried."""
-        before, self._chosen = self._chosen, self._choose(may_try)
-        if self._chosen is not before:
+        way = self._choose(may_try)
+        if self._tried is not None and self._is_its_turn and way is not self._tried:  # nobody to try it with
+            self._is_open = False
+            return way
+        before, self._chosen = self._chosen, way
+        if way is not before:
             self._settled = 0.0
         elif self._is_open:  # nobody told of the step before: it had prompts, and these take as long as to settle
             self._settled = max(self._settled, _SETTLING_SECONDS)
             self._turn_seconds = max(self._turn_seconds, 2 * _SETTLING_SECONDS)
         self._is_open = True
-        return self._chosen
+        return way
 
     def _choose(self, may_try: bool) -> Way:
         if self._tried is not None:
@@ -241,19 +245,16 @@ class Ways:
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
         share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
         tried = None if self._tried is None else self._known[self._tried]
-        if tried is not None and settles:
-            seconds = (tried.beside if way is self.way else tried.goodput).step_seconds
-            if seconds == 0:
-                return
+        unseen = _UNSEEN * seconds if way.drafts else 0.0
         if way.drafts:
-            waited += share + _UNSEEN * seconds
-        self._known[way].goodput.observe(num_tokens, seconds, waited, num_steps)
-        if tried is None:
+            waited += share
+        if tried is None or not settles:
+            self._known[way].goodput.observe(num_tokens, seconds, waited + unseen, num_steps)
+        if tried is None or not is_chosen:
             return
-        if way is self.way:
-            tried.beside.observe(num_tokens, seconds, waited)
-        num_seen = min(tried.beside.num_seen, tried.goodput.num_seen)
-        if num_seen >= self._trial_steps or (num_seen >= _TRIAL_STEPS and tried.is_clear):
+        side = tried.compared.gone if way is self.way else tried.compared.tried
+        side.observe(num_tokens, None if settles else seconds + unseen, waited)
+        if self._is_enough(tried.compared):
             self._conclude()
 
     @property
@@ -265,6 +266,11 @@ class Ways:
         """Of a trial, and of what it is to be compared with."""
         step_seconds = max(self._now.step_seconds, _TRIAL_SECONDS / _MOST_TRIAL_STEPS)
         return max(_TRIAL_STEPS, int(_TRIAL_SECONDS / step_seconds))
+
+    def _is_enough(self, compared: Comparison) -> bool:
+        if compared.num_steps < _TRIAL_STEPS or compared.num_measured < _MEASURED_STEPS:
+            return False
+        return compared.num_steps >= self._trial_steps or compared.smaller_share < _HOPELESS
 
     def _due(self) -> list[Way]:
         return [way for way in Way if way is not self.way and self._seconds >= self._known[way].next_trial]
@@ -282,7 +288,7 @@ class Ways:
         self._begin_turn(True)
         known = self._known[way]
         if not known.is_unfinished:
-            known.goodput, known.beside = _Goodput(), _Goodput()
+            known.goodput, known.compared = _Goodput(), Comparison()
         known.is_unfinished = False
         self._note_due()
 
@@ -316,7 +322,8 @@ class Ways:
 
     def _learn(self, tried: Way) -> float:
         """How many times as much it brought in its trial."""
-        rate, now = self._known[tried].goodput.rate, self._known[tried].beside.rate
+        compared = self._known[tried].compared
+        rate, now = compared.tried.rate, compared.gone.rate
         if min(rate, now) <= 0:
             return 0.0
         pair = frozenset((tried, self.way))

@@ -133,18 +133,34 @@ def test_what_is_tried_is_not_judged_by_steps_in_which_hardly_anybody_may_have_i
     pytest.fail(f"{num_tried} steps had drafts")
 
 
-def test_what_was_spent_so_that_sequences_have_drafts_counts_once() -> None:
-    """0.35 s for 100 tokens, of which a tree brings two in 0.01 s, and a plain step one."""
+@pytest.mark.parametrize("scale", [1.0, 0.3, 0.1])
+def test_what_was_spent_so_that_sequences_have_drafts_counts_once(scale: float) -> None:
+    """0.35 s for 100 tokens, of which a tree brings two in 0.01 s, and a plain step one: that, and less of all."""
     ways, left = Ways(), 0
     for _ in range(3000):
         if left <= 0:
-            ways.charge(0.35, 100)
+            ways.charge(scale * 0.35, 100)
             left = 100
         way = ways.choose(may_try=True)
         brought = 2 if way.drafts else 1
-        ways.observe(way, brought, 0.01, 0.0)
+        ways.observe(way, brought, scale * 0.01, 0.0)
         left -= brought
     assert ways.times(Way.PLAIN) == pytest.approx(100 / (2 / 0.017), abs=0.03)
+
+
+@pytest.mark.parametrize("seconds", [0.0006, 0.001, 0.004, 0.02])
+@pytest.mark.parametrize(("num_ready", "num_not"), [(1, 1), (2, 2), (3, 1), (1, 5)])
+def test_what_begins_to_pay_is_found_though_not_every_step_may_have_it(
+    seconds: float, num_ready: int, num_not: int
+) -> None:
+    """Steps with somebody to try it with and such without, in turns shorter than what it takes to settle."""
+    ways = Ways()
+    serve(ways, worker((1.0, seconds), (1.0, 3 * seconds), (1.0, 3 * seconds)), 600)
+    assert ways.way is Way.PLAIN
+    for step in range(10_000):
+        way = ways.choose(may_try=step % (num_ready + num_not) < num_ready)
+        ways.observe(way, 4 if way.drafts else 1, 1.2 * seconds if way.drafts else seconds, 0.0)
+    assert ways.way.drafts
 
 
 def test_chains_and_trees_are_not_tried_without_whom_to_try_them_with() -> None:
