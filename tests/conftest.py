@@ -19,11 +19,15 @@ from shared.engine import runner
 from tests.support.warm_start import WarmStart
 
 
-def pytest_configure() -> None:
+def _num_threads() -> int:
     """Threads of two processes on the same cores wait for one another, spinning: each step then takes six times as
     long."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    return max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(_num_threads())
 
 
 def pytest_collection_finish() -> None:
@@ -32,6 +36,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     runner._MEASURED_TURNS = 1
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """A test begins with as many as the first: what loads an engine sets them for the process, and a small model is
+    worth one."""
+    yield
+    torch.set_num_threads(_num_threads())
 
 
 @pytest.fixture(autouse=True, scope="session")

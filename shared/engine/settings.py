@@ -84,5 +84,6 @@ class EngineSettings(ServiceSettings):
     num_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads; unset: one for each 16 MiB of weights, and at most PyTorch's default.",
+        description="CPU threads; unset: one for each 16 MiB of the model's weights, without what drafts beside it "
+        "and as if none were rounded, and at most PyTorch's default.",
     )
