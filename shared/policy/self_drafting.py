@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from shared.policy.overhead import nearest_power
 from shared.policy.step_costs import StepCosts
@@ -36,6 +36,16 @@ _FORGOTTEN: Final = 0.002
 _FORGOTTEN_OF_FOLLOWING: Final = 0.0005
 # Of plain steps one in so many is told of: they say it all.
 PLAIN_STEPS_APART: Final = 4
+
+
+class PlainStep(NamedTuple):
+    """One that nobody was to have drafts of: the seconds that it took, those that looking for some took more, and those
+    that it waited for its sequences' owners."""
+
+    num_tokens: int
+    seconds: float
+    looking: float
+    waited: float
 
 
 class SelfDraftingPolicy:
@@ -155,17 +165,16 @@ class SelfDraftingPolicy:
         """A step of `load` sequences, without prompts, took that long, and verified so many draft tokens."""
         self._costs.observe(load, num_draft_tokens, seconds)
 
-    def observe_rest(self, load: int, size: int, steps: Sequence[tuple[int, float, float, float]]) -> None:
-        """Plain steps of `load` sequences, while none of them were to have drafts: of each its tokens, and the seconds
-        that it took, that looking for drafts took more, and that it waited; see `observe_step`, and with a `size` that
-        is not 0 `observe` of as many."""
+    def observe_rest(self, load: int, size: int, steps: Sequence[PlainStep]) -> None:
+        """Plain steps of `load` sequences, while none of them were to have drafts: see `observe_step`, and with a
+        `size` that is not 0 `observe` of as many."""
         num_steps, plain = len(steps), self._costs.seconds(load, 0)
-        seconds = sum(min(seconds, _MOST_TIMES * plain) for _, seconds, _, _ in steps)
+        seconds = sum(min(step.seconds, _MOST_TIMES * plain) for step in steps)
         self._costs.observe(load, 0, seconds / num_steps, math.ceil(num_steps / PLAIN_STEPS_APART))
         if size:
-            at, num_tokens = self._at(size), sum(num_tokens for num_tokens, _, _, _ in steps)
-            at.wait(sum(min(waited, _LONGEST_WAIT * plain) for _, _, _, waited in steps) / num_steps, num_steps)
-            seconds += sum(min(more, plain) for _, _, more, _ in steps)
+            at, num_tokens = self._at(size), sum(step.num_tokens for step in steps)
+            at.wait(sum(min(step.waited, _LONGEST_WAIT * plain) for step in steps) / num_steps, num_steps)
+            seconds += sum(min(step.looking, plain) for step in steps)
             waited = num_steps * min(at.waited(Way.PLAIN), _MOST_WAITED * plain)
             at.observe(Way.PLAIN, num_tokens, seconds, waited, num_steps)
 

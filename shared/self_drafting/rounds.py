@@ -21,7 +21,7 @@ from shared.engine.kv_pool import KVPool
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
 from shared.engine.step_plan import StepPlan
-from shared.policy.self_drafting import PLAIN_STEPS_APART, SelfDraftingPolicy
+from shared.policy.self_drafting import PLAIN_STEPS_APART, PlainStep, SelfDraftingPolicy
 from shared.policy.step_costs import StepCosts
 from shared.policy.ways import Way
 from shared.sampling.draft_tree import WIDTH, DraftTree
@@ -102,7 +102,7 @@ class SelfDrafting:
         # A plain step behind one that verified takes so many seconds more than others: it finds less in the caches.
         self._behind = 0.0
         # Plain steps of this crowd of which nobody was told: see `SelfDraftingPolicy.observe_rest`.
-        self._untold: list[tuple[int, float, float, float]] = []
+        self._untold: list[PlainStep] = []
         # Tokens of the drafter's that are accepted in a round.
         self._usual = 0.0
 
@@ -226,7 +226,7 @@ class SelfDrafting:
             plain = self._policy.step_seconds(self._load, 0)
             self._behind += _WEIGHT * (min(seconds, 2 * plain) - plain - self._behind)
         if self._num_plain and not self._expected:
-            self._untold.append((num_tokens, seconds, self._spent - self._observed, self._waited))
+            self._untold.append(PlainStep(num_tokens, seconds, self._spent - self._observed, self._waited))
             if len(self._untold) == _TOLD_TOGETHER:
                 self._tell()
             return
