@@ -20,18 +20,23 @@ _TRIAL_WEIGHT: Final = 0.3
 _TRIAL_STEPS: Final = 8
 _TRIAL_SECONDS: Final = 0.1
 _MOST_TRIAL_STEPS: Final = 32
-# It ends as soon as so many, of which so many were measured, show that one of both brings less than this share of what
-# the other does.
+# It ends as soon as the first so many show that one of both brings less than this share of what the other does, and
+# whatever it shows not before so many are measured.
 _HOPELESS: Final = 0.6
 _MEASURED_STEPS: Final = 3
+# If which of both brings more hangs on one step, the next comes at once, whatever it costs, and counts so many times as
+# much: while these were few, and each counts for much. Later that would not do: what a way takes now and then would be
+# forgotten as soon as it is seen.
+_TIMES_IN_DOUBT: Final = 4
+_FEW_TRIALS: Final = 3
 # In turns with what is gone, of so many steps each at least, and twice as long as it takes to settle. What the first
 # takes, and others that begin before, does not count, but what such steps take: what those of the other way brought is
 # being taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round
 # takes 1.6 times as long as others, and the next two 1.25 times.
 _TURN: Final = 3
 _SETTLING_SECONDS: Final = 0.006
-# But for no more than so many times as many that are begun: others' prompts may be in each. It goes on where it ended
-# when its time comes again.
+# But for no more than so many times as many that are begun: others' prompts may be in each, or there is nobody to try
+# it with, and a step behind such a one does not count either. It goes on where it ended when its time comes again.
 _MOST_BEGUN: Final = 8
 # That costs this share of the time at most, each way, half of it once two in a row were in vain, a third behind three,
 # and so on down to a quarter; and comes no more often than each so many times its length.
@@ -98,6 +103,8 @@ class _Known:
         # Its latest trial, and whether it ended before enough was seen.
         self.compared = Comparison()
         self.is_unfinished = False
+        # Whether the latest that it was in ended without telling which brings more.
+        self.is_in_doubt = False
         # Of tokens a second, over those of the others: a logarithm.
         self.log_rate = 0.0
         # What is waited on average before the step behind one.
@@ -120,25 +127,28 @@ class Ways:
 
     def __init__(self) -> None:
         self.way = Way.TREE
-        # Of a trial of another, which goes on in turns with it: how many steps that began, whether it is its turn, and
-        # of how many steps of the turn, and of how long ones, it is known what they brought. Steps between them that
-        # are of the way that is gone, as there is nobody to try the other with, are of neither turn.
+        # Of a trial of another, which goes on in turns with it: how many steps that began, and when, whether it is its
+        # turn, of how many steps of the turn, and of how long ones, it is known what they brought, and whether some
+        # count.
         self._tried: Way | None = None
-        self._num_begun = 0
+        self._num_begun, self._began = 0, 0.0
         self._is_its_turn = False
-        self._turn_steps, self._turn_seconds = 0, 0.0
-        # The latest decision but for such steps, whether the latest step is of it and still to be told of, and for how
-        # long it has been the same.
+        self._turn_steps, self._turn_seconds, self._is_turn_measured = 0, 0.0, False
+        # Whether the latest step is between those of a turn and of neither, as there was nobody to try the other with.
+        self._is_between = False
+        # The latest decision but for such steps, whether the latest step is of it and still to be told of, for how long
+        # it has been the same, and whether there was such a step just before.
         self._chosen: Way | None = None
         self._is_open = False
         self._settled = 0.0
+        self._is_behind_other = False
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
         # Of the latest step.
         self._latest: Way | None = None
         # How many times as much as that the best way brings.
         self._best_times = 1.0
-        # How often two were compared.
+        # How often two were compared, behind a trial that was in doubt so many times at once.
         self._num_compared: Counter[frozenset[Way]] = Counter()
         # Of all steps; from when on one is to be tried, and one that drafts, if none is gone or tried.
         self._seconds = self._due_at = self._drafts_at = 0.0
@@ -152,12 +162,13 @@ class Ways:
         """For the step that comes. Not `may_try`, no drafts are tried."""
         way = self._choose(may_try)
         if self._tried is not None and self._is_its_turn and way is not self._tried:  # nobody to try it with
-            self._is_open = False
+            self._is_open, self._is_between = False, True
             return way
+        self._is_behind_other, self._is_between = self._is_between, False
         before, self._chosen = self._chosen, way
         if way is not before:
             self._settled = 0.0
-        elif self._is_open:  # nobody told of the step before: it had prompts, and these take as long as to settle
+        elif self._is_open:  # nobody told of the step before: most such have prompts, which take as long as to settle
             self._settled = max(self._settled, _SETTLING_SECONDS)
             self._turn_seconds = max(self._turn_seconds, 2 * _SETTLING_SECONDS)
         self._is_open = True
@@ -165,14 +176,15 @@ class Ways:
 
     def _choose(self, may_try: bool) -> Way:
         if self._tried is not None:
-            if self._turn_steps >= _TURN and self._turn_seconds >= 2 * _SETTLING_SECONDS:
+            is_long = self._turn_steps >= _TURN and self._turn_seconds >= 2 * _SETTLING_SECONDS
+            if is_long and (self._is_turn_measured or not self._is_its_turn):
                 self._begin_turn(not self._is_its_turn)
             if not self._is_its_turn:
                 return self.way
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
                 self._known[self._tried].is_unfinished = True
-                self._postpone([self._tried])
+                self._postpone([self._tried], self._seconds - self._began)
             elif self._tried.drafts and not may_try:
                 return self.way
         elif self._seconds >= self._due_at and self._now.num_seen >= _TRIAL_STEPS:
@@ -181,7 +193,7 @@ class Ways:
             if possible:
                 self._begin_trial(possible[0])
             elif any(self._seconds > self._known[way].next_trial + self._known[way].patience for way in due):
-                self._postpone(due)  # together: who they are tried with is kept up with meanwhile
+                self._postpone(due, 0.0)  # together: who they are tried with is kept up with meanwhile
         return self._tried or self.way
 
     def may_draft(self) -> bool:
@@ -203,7 +215,7 @@ class Ways:
         return max(known.goodput.rate for known in self._known.values())
 
     def step_seconds(self, way: Way) -> float:
-        """What its latest steps took; 0 as long as that is not known."""
+        """What its latest steps took, but those that settled; 0 as long as that is not known."""
         return self._known[way].goodput.step_seconds
 
     def waited(self, way: Way) -> float:
@@ -233,13 +245,14 @@ class Ways:
     def observe(self, way: Way, num_tokens: int, seconds: float, waited: float, num_steps: int = 1) -> None:
         """A step brought so many tokens, and what is waited on average behind such a step. Or so many did, and all of
         them waited so long, while nothing was tried."""
-        self._latest = way
         is_chosen = self._is_open and way is self._chosen
-        settles = is_chosen and self._settled < _SETTLING_SECONDS
+        settles = is_chosen and (self._settled < _SETTLING_SECONDS or self._is_behind_other)
+        self._latest = way
         if is_chosen:
             self._turn_steps += 1
             self._turn_seconds += seconds
             self._settled += seconds
+            self._is_turn_measured |= not settles
         self._is_open = False
         self._seconds += seconds
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
@@ -270,7 +283,7 @@ class Ways:
     def _is_enough(self, compared: Comparison) -> bool:
         if compared.num_steps < _TRIAL_STEPS or compared.num_measured < _MEASURED_STEPS:
             return False
-        return compared.num_steps >= self._trial_steps or compared.smaller_share < _HOPELESS
+        return compared.num_steps >= self._trial_steps or compared.is_certain(_HOPELESS)
 
     def _due(self) -> list[Way]:
         return [way for way in Way if way is not self.way and self._seconds >= self._known[way].next_trial]
@@ -283,10 +296,10 @@ class Ways:
         return share
 
     def _begin_trial(self, way: Way) -> None:
-        self._trial_steps = self._enough_steps
-        self._tried, self._num_begun = way, 0
-        self._begin_turn(True)
         known = self._known[way]
+        self._trial_steps = self._enough_steps
+        self._tried, self._num_begun, self._began = way, 0, self._seconds
+        self._begin_turn(True)
         if not known.is_unfinished:
             known.goodput, known.compared = _Goodput(), Comparison()
         known.is_unfinished = False
@@ -294,14 +307,17 @@ class Ways:
 
     def _begin_turn(self, is_its_turn: bool) -> None:
         """Of the way that is tried, or of what is gone."""
-        self._is_its_turn, self._turn_steps, self._turn_seconds = is_its_turn, 0, 0.0
+        self._is_its_turn, self._is_turn_measured = is_its_turn, False
+        self._turn_steps, self._turn_seconds = 0, 0.0
 
     def _conclude(self) -> None:
         """The trial has ended: takes the better way, and says when the other is tried again."""
         tried = self._tried
         assert tried is not None
         found, before = self._learn(tried), self.way
+        compared = self._known[tried].compared
         self._known[tried].num_in_vain += 1
+        self._known[tried].is_in_doubt = False
         if self.times(tried) > _KEEP:
             self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
             self.way = tried
@@ -312,11 +328,15 @@ class Ways:
         other = tried if self.way is before else before
         known = self._known[other]
         lost = max(0.0, 1 - self.times(other))
+        few = self._num_compared[frozenset((tried, before))] <= _FEW_TRIALS
+        known.is_in_doubt = few and not compared.is_certain(1.0)
         if self.way is before and found > _KEEP:  # for all that was believed: soon again
             lost, known.num_in_vain = 0.0, 0
         trial = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
         known.patience = trial * _LEAST_TRIALS_APART
         known.apart = max((trial * lost + self._following) / known.trial_share, known.patience)
+        if known.is_in_doubt:
+            known.apart = 0.0
         known.next_trial, self._following = self._seconds + known.apart, 0.0
         self._note_due()
 
@@ -326,17 +346,18 @@ class Ways:
         rate, now = compared.tried.rate, compared.gone.rate
         if min(rate, now) <= 0:
             return 0.0
-        pair = frozenset((tried, self.way))
-        self._num_compared[pair] += 1
-        weight = max(_TRIAL_WEIGHT, 1 / self._num_compared[pair])
+        pair, num = frozenset((tried, self.way)), _TIMES_IN_DOUBT if self._known[tried].is_in_doubt else 1
+        self._num_compared[pair] += num
+        weight = max(_TRIAL_WEIGHT, num / self._num_compared[pair])
         self._known[tried].log_rate += weight * math.log(rate / now / self.times(tried))
         return rate / now
 
-    def _postpone(self, ways: Iterable[Way]) -> None:
-        """It came to nothing: there was nothing to be seen, or nobody to try it with."""
+    def _postpone(self, ways: Iterable[Way], seconds: float) -> None:
+        """It came to nothing, of so many seconds: there was nothing to be seen, or nobody to try it with."""
         self._tried = None
+        seconds = max(seconds, self._trial_steps * self._now.step_seconds)
         for known in map(self._known.__getitem__, ways):
-            known.patience = max(known.patience, self._trial_steps * self._now.step_seconds * _LEAST_TRIALS_APART)
+            known.patience = max(known.patience, seconds * _LEAST_TRIALS_APART)
             known.next_trial = self._seconds + max(known.apart, known.patience, self._following / known.trial_share)
         self._following = 0.0
         self._note_due()

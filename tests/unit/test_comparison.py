@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
 from shared.policy.comparison import Comparison, Side
@@ -16,50 +14,53 @@ def side(*steps: tuple[int, float | None, float]) -> Side:
     return seen
 
 
+def compared(tried: Side, gone: Side) -> Comparison:
+    both = Comparison()
+    both.tried, both.gone = tried, gone
+    return both
+
+
 def test_all_is_shared_out_over_the_time_of_all() -> None:
-    seen = side((3, 0.02, 0.001), (1, 0.02, 0.002), (5, 0.02, 0.0))
-    assert seen.step_seconds == pytest.approx(0.02)
-    assert seen.rate == pytest.approx(9 / 0.063)
+    assert side((3, 0.02, 0.001), (1, 0.01, 0.002), (5, 0.03, 0.0)).rate == pytest.approx(9 / 0.063)
 
 
 def test_a_step_that_was_not_measured_counts_as_long_as_others_took_in_the_end() -> None:
-    seen = side((1, None, 0.0), (1, 0.03, 0.0), (1, None, 0.001), (1, 0.01, 0.0), (1, 0.01, 0.0))
-    assert (seen.num_steps, seen.num_measured) == (5, 3)
-    assert seen.rate == pytest.approx(5 / (5 * 0.01 + 0.001)), "and the longest as long as the next"
+    seen = side((7, None, 9.0), (1, 0.03, 0.0), (2, None, 0.001), (1, 0.01, 0.0), (1, 0.02, 0.0))
+    assert (seen.num_steps, seen.num_measured) == (4, 3), "and none before the first that was"
+    assert seen.rate == pytest.approx(5 / (4 * 0.02 + 0.001))
 
 
-@pytest.mark.parametrize("stall", [0.1, 60.0, 1e9])
-def test_the_longest_step_says_nothing_wherever_it_is(stall: float) -> None:
-    rng = Random(1)
-    steps: list[tuple[int, float | None, float]] = [
-        (rng.randint(1, 5), 0.01 * (1 + rng.random()), 0.0) for _ in range(9)
-    ]
-    took = sorted(seconds for _, seconds, _ in steps if seconds is not None)
-    for at in range(len(steps)):
-        stalled = [(tokens, stall if i == at else seconds, 0.0) for i, (tokens, seconds, _) in enumerate(steps)]
-        others = sorted(seconds for i, (_, seconds, _) in enumerate(steps) if i != at and seconds is not None)
-        assert side(*stalled).step_seconds == pytest.approx(
-            (sum(others) + others[-1]) / 9, rel=1e-6 if stall < 1e6 else 1e-3
-        )
-    assert side(*steps).step_seconds == pytest.approx((sum(took[:-1]) + took[-2]) / 9)
+def test_a_step_is_left_out_with_its_tokens_and_its_share_of_what_was_waited() -> None:
+    seen = side((1, 0.01, 0.002), (9, 0.05, 0.002), (2, 0.01, 0.002))
+    assert seen.rate_but_longest == pytest.approx(3 / (0.02 + 2 * 0.002))
 
 
 def test_before_anything_was_measured_there_is_no_rate() -> None:
-    compared = Comparison()
-    assert (compared.tried.rate, compared.num_steps, compared.num_measured, compared.smaller_share) == (0, 0, 0, 1)
-    compared.tried.observe(3, None, 0.1)
-    assert (compared.tried.rate, compared.num_steps, compared.smaller_share) == (0, 0, 1)
-    compared.tried.observe(3, 0.02, 0.0)
-    assert compared.tried.step_seconds == 0.02
+    seen = side((3, None, 0.1))
+    assert (seen.rate, seen.rate_but_longest, seen.num_steps) == (0, 0, 0)
+    seen.observe(3, 0.02, 0.0)
+    assert seen.rate == pytest.approx(150)
+    assert seen.rate_but_longest == 0, "without the only one"
 
 
-def test_the_smaller_share_is_of_whichever_brings_less() -> None:
-    compared = Comparison()
-    for tokens, seen in ((3, compared.tried), (1, compared.gone)):
-        for _ in range(4):
-            seen.observe(tokens, 0.01, 0.0)
-    compared.gone.observe(1, None, 0.0)
-    assert (compared.num_steps, compared.num_measured) == (4, 4)
-    assert compared.smaller_share == pytest.approx(1 / 3)
-    compared.tried, compared.gone = compared.gone, compared.tried
-    assert compared.smaller_share == pytest.approx(1 / 3)
+def test_there_are_as_many_steps_as_there_were_of_both() -> None:
+    both = compared(side(*[(1, 0.01, 0.0)] * 5), side((1, 0.01, 0.0), (1, None, 0.0), (1, None, 0.0)))
+    assert (both.num_steps, both.num_measured) == (3, 1)
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+@pytest.mark.parametrize(("at_once", "is_certain"), [(0.02, True), (0.2, False), (60.0, False)])
+def test_what_hangs_on_one_step_is_not_certain(is_tried: bool, at_once: float, is_certain: bool) -> None:
+    """Of one three tokens in 20 ms, of the other one in 10, and of one of its steps in longer."""
+    slow, fast = side(*[(1, 0.01, 0.0)] * 7, (1, at_once, 0.0)), side(*[(2, 0.04, 0.0)] * 8)
+    if at_once == 0.02:
+        assert slow.rate > fast.rate
+    else:
+        assert slow.rate < fast.rate < slow.rate_but_longest
+    both = compared(slow, fast) if is_tried else compared(fast, slow)
+    assert both.is_certain(1.0) is is_certain
+
+
+def test_it_is_certain_of_far_less_before_it_is_of_less() -> None:
+    both = compared(side(*[(3, 0.01, 0.0)] * 4), side(*[(2, 0.01, 0.0)] * 4))
+    assert [both.is_certain(share) for share in (0.6, 0.66, 0.67, 1.0)] == [False, False, True, True]

@@ -34,11 +34,12 @@ def test_short_steps_are_tried_for_longer_and_in_turns(seconds: float, num: int)
     trial, second = turns[1:first], turns[first : first + len(turns[1:first])]
     assert turns[0] == (Way.TREE, 8)
     assert [way for way, _ in trial] == [Way.PLAIN, Way.TREE] * (len(trial) // 2)
-    # It ends as soon as there were enough of both.
-    turn = max(3, math.ceil(0.012 / seconds))
+    # All but the first step of either, and those that begin within its first 6 ms, count, and it ends as soon as both
+    # have enough.
+    turn, settling = max(3, math.ceil(0.012 / seconds)), math.ceil(0.006 / seconds)
     assert [length for _, length in trial[:-1]] == [turn] * (len(trial) - 1)
-    assert sum(length for way, length in trial if way is Way.TREE) == num
-    assert num <= sum(length for way, length in trial if way is Way.PLAIN) < num + turn
+    assert sum(length for way, length in trial if way is Way.TREE) == num + settling
+    assert num < sum(length for way, length in trial if way is Way.PLAIN) <= num + settling + turn
     assert second[:-1] == [(Way.CHAIN if way is Way.PLAIN else way, length) for way, length in trial[:-1]]
 
 
@@ -127,11 +128,12 @@ def test_a_machine_that_stands_still_for_a_moment_decides_nothing(gain: float, a
 @pytest.mark.parametrize("seconds", [0.0025, 0.0045, 0.0055, 0.01])
 @pytest.mark.parametrize("gain", [0.6, 0.8, 1.25])
 def test_nor_does_it_where_few_steps_of_a_trial_are_measured(gain: float, seconds: float, stall: float) -> None:
-    """Wherever in the first trials it does, what is wrong is gone as long as it is without."""
+    """Wherever in the first trials it does, hardly more of ten seconds is lost than without: what they say hangs on one
+    step, so that they are soon held again."""
 
     def wrong_share(at: int) -> float:
         policy, wrong, passed, step = SelfDraftingPolicy(flat(seconds)), 0.0, 0.0, 0
-        while passed < 6.0:
+        while passed < 10.0:
             way = policy.way(1)
             took = 2 * seconds / gain if way.drafts else seconds
             passed += took
@@ -140,7 +142,7 @@ def test_nor_does_it_where_few_steps_of_a_trial_are_measured(gain: float, second
             step += 1
         return wrong / passed
 
-    assert max(map(wrong_share, range(90))) < wrong_share(-1) + 0.06
+    assert max(map(wrong_share, range(90))) < wrong_share(-1) + 0.1
 
 
 def serve_at_two_speeds(gain: float, seconds: float, seed: int) -> float:

@@ -149,7 +149,7 @@ def test_what_was_spent_so_that_sequences_have_drafts_counts_once(scale: float) 
 
 
 @pytest.mark.parametrize("seconds", [0.0006, 0.001, 0.004, 0.02])
-@pytest.mark.parametrize(("num_ready", "num_not"), [(1, 1), (2, 2), (3, 1), (1, 5)])
+@pytest.mark.parametrize(("num_ready", "num_not"), [(2, 2), (3, 1), (2, 5), (8, 8)])
 def test_what_begins_to_pay_is_found_though_not_every_step_may_have_it(
     seconds: float, num_ready: int, num_not: int
 ) -> None:
@@ -186,8 +186,70 @@ def test_a_step_that_nobody_chose_is_none_of_a_trial() -> None:
         ways.observe(ways._chosen or Way.TREE, 9 if ways._chosen is Way.TREE else 1, 0.02, 0.0)
     while ways.choose(True) is not Way.CHAIN:
         ways.observe(ways.way, 9, 0.02, 0.0)
-    before = ways._turn_steps, ways.step_seconds(Way.CHAIN)
+    compared = ways._known[Way.CHAIN].compared
+    before = ways._turn_steps, ways.step_seconds(Way.CHAIN), compared.gone.num_steps, compared.tried.num_steps
     ways._known[Way.PLAIN].goodput = type(ways._known[Way.PLAIN].goodput)()
     ways.observe(Way.PLAIN, 1, 0.004, 0.0)
+    ways.observe(Way.TREE, 1, 0.004, 0.0)
     assert ways.step_seconds(Way.PLAIN) == pytest.approx(0.004)
-    assert (ways._turn_steps, ways.step_seconds(Way.CHAIN)) == before
+    after = ways._turn_steps, ways.step_seconds(Way.CHAIN), compared.gone.num_steps, compared.tried.num_steps
+    assert after == before
+
+
+def test_a_step_that_has_nobody_to_be_tried_with_is_none_of_a_trial_nor_counts_what_comes_behind_it() -> None:
+    ways = Ways()
+    serve(ways, WORSE, 2000)
+    while not (way := ways.choose(may_try=True)).drafts:
+        ways.observe(way, 1, 0.02, 0.0)
+    compared = ways._known[way].compared
+    for _ in range(10):
+        ways.observe(way, 2, 0.1, 0.0)
+        assert ways.choose(may_try=False) is Way.PLAIN
+        ways.observe(Way.PLAIN, 1, 0.03, 0.0)
+        assert ways.choose(may_try=True) is way, "until some count"
+    assert compared.gone.num_steps == compared.tried.num_steps == 0
+    for num_counted in (0, 1):  # behind a plain step it takes in what that brought
+        ways.observe(way, 2, 0.1, 0.0)
+        assert compared.tried.num_measured == num_counted
+        ways.choose(may_try=True)
+
+
+def test_a_trial_without_anybody_to_try_it_with_comes_to_nothing() -> None:
+    ways = Ways()
+    serve(ways, WORSE, 2000)
+    while not ways.choose(may_try=True).drafts:
+        ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+    num_ready = 0
+    for _ in range(5000):
+        assert ways.choose(may_try=False) is Way.PLAIN
+        ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+        num_ready += ways.may_draft()
+    assert num_ready < 3000
+
+
+def test_a_trial_that_came_to_nothing_says_nothing_of_those_behind_the_next() -> None:
+    ways = Ways()
+    serve(ways, WORSE, 2000)
+    for _ in range(3):
+        while not ways.choose(may_try=True).drafts:
+            ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+        for _ in range(1000):  # which have prompts
+            ways.choose(may_try=True)
+        serve(ways, WORSE, 20_000)
+    for _ in range(4):
+        while not (way := ways.choose(may_try=True)).drafts:
+            ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+        compared = ways._known[way].compared
+        assert compared.gone.num_steps == compared.tried.num_steps == 0
+        serve(ways, WORSE, 20_000)
+
+
+def test_drafts_take_more_than_is_seen_of_them() -> None:
+    """By 2.5 % of their steps: whoever takes in what they bring has the same cores."""
+    ways = Ways()
+    for _ in range(300):
+        way = ways.choose(may_try=True)
+        ways.observe(way, 2 if way.drafts else 1, 0.03 if way.drafts else 0.02, 0.0)
+    assert ways.way.drafts
+    assert ways.times(Way.PLAIN) == pytest.approx(0.75 * 1.025, rel=1e-3)
+    assert ways._now.rate == pytest.approx(2 / 0.03 / 1.025, rel=1e-3)
