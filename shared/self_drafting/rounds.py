@@ -87,8 +87,8 @@ class SelfDrafting:
         self._way = Way.PLAIN
         # Whether it matters what was decided: not where copies leave the drafter nobody to draft for.
         self._matters = True
-        # In seconds, choosing included; and that alone.
-        self._spent = self._chose = 0.0
+        # In seconds, choosing included; that alone; and what plain steps take as well: for what copying finds.
+        self._spent = self._chose = self._copying = 0.0
         # What of a step only drafts need: where none are had it is not plain decoding's.
         self._observed = 0.0
         # How long that step's sequences were waiting for their owners alone: who took part in the one before, when that
@@ -124,7 +124,7 @@ class SelfDrafting:
             self._give_up(self._rounds)  # of a step that never took place
         self._rounds, self._grown = {}, {}
         self._load, self._num_free, self._way, self._spent, self._expected = 0, 0, Way.PLAIN, 0.0, []
-        self._matters, self._observed = True, 0.0
+        self._matters, self._observed, self._copying = True, 0.0, 0.0
         self._look_around(scheduler)
         crowd = self._crowd
         if not crowd.wanting:  # what is done for others says nothing of who drafts
@@ -143,6 +143,7 @@ class SelfDrafting:
         began = self._clock()
         room = scheduler.draft_room() // self._load
         copied = self._copy(copying, room)
+        self._copying = self._clock() - began
         growing = self._who_may_grow(drafting)
         num_growing = sum(map(is_free, growing))
         # What is tried with fewer says little.
@@ -156,6 +157,8 @@ class SelfDrafting:
         self._choose(scheduler, copied, grown, room)
         self._chose = self._clock() - began - self._spent
         self._spent += self._chose
+        if copied:
+            self._copying += self._chose
 
     def _look_around(self, scheduler: Scheduler) -> None:
         """Who is there."""
@@ -238,7 +241,7 @@ class SelfDrafting:
             if is_fixed(sequence):  # which says nothing of whether drafting pays
                 num_tokens -= len(sequence.token_ids) - found.position
         # By the load for which it was decided.
-        seconds += self._spent - (0.0 if self._way.drafts else self._observed)
+        seconds += self._spent if self._way.drafts else self._copying - self._observed
         self._tell()
         self._policy.observe(self._crowd.size, self._way, num_tokens, seconds, self._waited)
 

@@ -365,6 +365,33 @@ def test_what_a_drafter_begins_with_says_nothing_of_what_further_steps_take(tmp_
     assert all(1 <= num_rows <= 8 for num_rows, _ in told)
 
 
+@pytest.mark.parametrize(("way", "seconds"), [(Way.PLAIN, 0.0), (Way.TREE, 1.0)])
+def test_what_it_takes_to_decide_is_only_what_drafts_take(tmp_path: Path, way: Way, seconds: float) -> None:
+    """While plain steps are but tried: nobody decides anything where they are gone."""
+    engine = engine_of(tiny_llama(tmp_path), num_blocks=60)
+    prophet, now = Prophet([5] * 300, 257), 0.0
+    engine.draft_by(SelfDrafting.of(engine, prophet))
+    proposer, growth = drafting_of(engine)
+    policy = proposer._policy = growth._policy = SelfDraftingPolicy(StepCosts([(1, 0.01), (64, 0.01)]))
+    growth._clock = proposer._clock = lambda: now
+    told: list[float] = []
+
+    def slow(load: int, may_try: bool = True) -> Way:
+        nonlocal now
+        now += 1.0
+        return way
+
+    def note(load: int, gone: Way, num_tokens: int, took: float, waited: float = 0.0) -> None:
+        assert gone is way
+        told.append(took)
+
+    policy.way = slow  # type: ignore[method-assign]
+    policy.observe = note  # type: ignore[method-assign]
+    write(engine, [sequence(next(random_prompts(20)), max_tokens=20, self_draft=SelfDraft())])
+    assert told
+    assert all(seconds <= took < seconds + 0.9 for took in told)
+
+
 def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_path: Path) -> None:
     engine = engine_of(tiny_llama(tmp_path), copied_tokens=5000)
     proposer = engine._proposer
