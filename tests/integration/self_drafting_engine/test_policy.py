@@ -365,8 +365,8 @@ def test_what_a_drafter_begins_with_says_nothing_of_what_further_steps_take(tmp_
     assert all(1 <= num_rows <= 8 for num_rows, _ in told)
 
 
-@pytest.mark.parametrize(("way", "seconds"), [(Way.PLAIN, 0.0), (Way.TREE, 1.0)])
-def test_what_it_takes_to_decide_is_only_what_drafts_take(tmp_path: Path, way: Way, seconds: float) -> None:
+@pytest.mark.parametrize(("gone", "seconds"), [(Way.PLAIN, 0.0), (Way.TREE, 1.0)])
+def test_what_it_takes_to_decide_is_only_what_drafts_take(tmp_path: Path, gone: Way, seconds: float) -> None:
     """While plain steps are but tried: nobody decides anything where they are gone."""
     engine = engine_of(tiny_llama(tmp_path), num_blocks=60)
     prophet, now = Prophet([5] * 300, 257), 0.0
@@ -379,11 +379,11 @@ def test_what_it_takes_to_decide_is_only_what_drafts_take(tmp_path: Path, way: W
     def slow(load: int, may_try: bool = True) -> Way:
         nonlocal now
         now += 1.0
-        return way
+        return gone
 
-    def note(load: int, gone: Way, num_tokens: int, took: float, waited: float = 0.0) -> None:
-        assert gone is way
-        told.append(took)
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+        assert way is gone
+        told.append(seconds)
 
     policy.way = slow  # type: ignore[method-assign]
     policy.observe = note  # type: ignore[method-assign]
