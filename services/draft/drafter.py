@@ -45,7 +45,7 @@ class Drafter:
             path = self.answered.path(token_ids)
             self.acceptance.observe_each(*outcome_of_likeliest(self.answered.followed_rows(), path))
             if self.tree is not None:
-                self._own_draft(self.tree).settle(self.answered, token_ids)
+                self._own_draft(self.tree).settle(token_ids)
             self.answered = EMPTY_PROPOSAL
         self.sequence.commit(base_length, token_ids)
         self.candidates = self.candidates[len(self.candidates) - self.sequence.num_drawn :]

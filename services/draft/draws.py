@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from services.draft.packed import pack, unpack
-from shared.sampling.coupled import argmax, noise_key, noise_of
+from shared.sampling.coupled import argmax
 from shared.sampling.filters import Filters, adjusts
+from shared.sampling.noise import noise_key, noise_of
 from shared.sampling.rejection import draw, likeliest
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens

@@ -26,6 +26,3 @@ class CopiedDraft:
 
     def proposal(self, count: int) -> Proposal:
         return self.copied.first(count).proposal
-
-    def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        """Nothing is left to be learnt."""

@@ -16,6 +16,3 @@ class Draft(Protocol):
 
     def proposal(self, count: int) -> Proposal:
         """The first `count` of them, which are verified."""
-
-    def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        """What was committed behind the beginning of that proposal."""

@@ -25,13 +25,12 @@ class MergedDraft:
     the same line is one, as likely as the surest takes it to be, who also counts as its source."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
-        self._drafts = drafts
-        self._whole = [draft.proposal(len(draft.likelihoods)) for draft in drafts]
         nodes: dict[tuple[int, int], _Node] = {}
-        for draft, whole in zip(drafts, self._whole, strict=True):
-            rows: list[_Node | None] = [None]
+        for draft in drafts:
+            likelihoods, rows = draft.likelihoods, list[_Node | None]([None])
+            whole = draft.proposal(len(likelihoods))
             for token, parent_row, source, likelihood in zip(
-                whole.token_ids, whole.followed_rows(), whole.sources, draft.likelihoods, strict=True
+                whole.token_ids, whole.followed_rows(), whole.sources, likelihoods, strict=True
             ):
                 parent = rows[parent_row]
                 made = _Node(token, parent, 1 if parent is None else parent.depth + 1, likelihood, source)
@@ -54,9 +53,3 @@ class MergedDraft:
             parents=tuple(rows[id(node.parent)] for node in chosen),
             sources=tuple(node.source for node in chosen),
         ).as_chain()
-
-    def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        """Each learns of all it drafted, verified or not: whether a token is the one that the sequence drew follows
-        from what was committed."""
-        for draft, whole in zip(self._drafts, self._whole, strict=True):
-            draft.settle(whole, committed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shared.policy.calibration import observe_proposal
 from shared.policy.foresight import Foresight
 from shared.sampling.draft_tree import DraftTree
 from shared.sampling.proposal import Proposal
@@ -28,11 +27,10 @@ class TreeDraft:
         proposal = self.tree.proposal(count).as_chain()
         return replace(proposal, sources=(self.source,) * len(proposal))
 
-    def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        guesses, followed = self.tree.guesses(len(proposal)), proposal.followed_rows()
-
-        def observe(i: int, accepted: bool) -> None:
-            # Who likes another better proposes that before it.
-            self.foresight.observe(guesses[i], followed.index(followed[i]) == i, accepted)
-
-        observe_proposal(proposal.token_ids, followed, committed, observe)
+    def settle(self, committed: Sequence[int]) -> list[int]:
+        """What was committed behind its beginning. Of all it has: what is not verified because little is thought of it
+        would never be thought better of. Returns the places of those accepted, among all to propose."""
+        outcomes = self.tree.outcomes(committed)
+        for outcome in outcomes:
+            self.foresight.observe(outcome.guess, outcome.is_first, outcome.accepted)
+        return [outcome.place for outcome in outcomes if outcome.accepted]

@@ -25,21 +25,24 @@ class Calibration:
 
     def likelihood(self, guess: float) -> float:
         """Of a token whose turn comes, that the source takes to be so likely, in [0, 1]."""
-        i = _bin(guess)
-        start = guess if self._prior is None else self._prior.likelihood(guess)
-        return (self._num_accepted[i] + _PRIOR_TOKENS * start) / (self._num_examined[i] + _PRIOR_TOKENS)
+        return self._of_bin(_bin(guess), guess)
 
     def observe(self, guess: float, accepted: bool) -> None:
         """A token's turn came."""
         i = _bin(guess)
-        self._num_accepted[i] += accepted
-        self._num_examined[i] += 1
-        if self._num_examined[i] > _MEMORY_TOKENS:
-            scale = _MEMORY_TOKENS / self._num_examined[i]
-            self._num_accepted[i] *= scale
-            self._num_examined[i] *= scale
-        if self._prior is not None:
-            self._prior.observe(guess, accepted)
+        learning: Calibration | None = self
+        while learning is not None:
+            learning._num_accepted[i] += accepted
+            learning._num_examined[i] += 1
+            if learning._num_examined[i] > _MEMORY_TOKENS:
+                scale = _MEMORY_TOKENS / learning._num_examined[i]
+                learning._num_accepted[i] *= scale
+                learning._num_examined[i] *= scale
+            learning = learning._prior
+
+    def _of_bin(self, i: int, guess: float) -> float:
+        start = guess if self._prior is None else self._prior._of_bin(i, guess)
+        return (self._num_accepted[i] + _PRIOR_TOKENS * start) / (self._num_examined[i] + _PRIOR_TOKENS)
 
 
 def observe_proposal(

@@ -1,96 +1,62 @@
-"""Coupled sampling: noise that belongs to a position, not to whoever draws there."""
+"""Coupled sampling: target and drafter draw with the same noise."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.sampling.filters import adjusts, sampling_logprobs
+from shared.sampling.filters import adjusts, narrows, sampling_logprobs, sampling_scores
+from shared.sampling.noise import noise_key, noise_of
 from shared.sampling.rows import SampleRows
 
-_WORD = (1 << 64) - 1
-# SplitMix64 (Steele, Lea and Flood 2014): the increment, and the finalizer's multipliers and shifts.
-_INCREMENT = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
-
-# Elements of noise made at a time: what a CPU's cache holds; elsewhere, what bounds the scratch memory.
-_CPU_CHUNK = 1 << 16
-_CHUNK = 1 << 24
-
-NoiseMaker = Callable[[NDArray[np.uint64], int], Tensor]
-"""Noise [R, V] float32 of R keys, for V tokens."""
+Likeliest = tuple[list[list[int]], list[list[float]]]
+"""Of each row ids, best first, and, by a softmax of all, logprobs; not finite where there are fewer."""
 
 
-def gumbel_noise(
-    seeds: Sequence[int],
-    sequence_indices: Sequence[int],
-    positions: Sequence[int],
-    vocab_size: int,
-    device: torch.device,
-) -> Tensor:
-    """Standard Gumbel noise [R, V] float32, a pure function of (seed, sequence index, position, token id).
+class Coupling(Protocol):
+    """Kernels for scores [R, V] float32 in the CPU's memory, of each row the `noise_key` and the temperature that they
+    are still to be divided by; that is 0 for those of greedy sequences."""
 
-    The three sequences of length R hold a uint64 and two counters for each row. Each row is the SplitMix64
-    stream of a key mixed from these, entry t of it being token t's, so neither the vocabulary's size nor
-    the other rows matter. Bits are integer arithmetic; the logarithms run in float64 and are rounded to
-    float32, which hides what devices' libraries differ in.
+    def draw(self, scores: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> Tensor:
+        """See `draw_coupled`."""
+
+    def likeliest(self, scores: Tensor, keys: Sequence[int], temperatures: Sequence[float], most: int) -> Likeliest:
+        """See `likeliest_coupled`."""
+
+
+_kernels: Coupling | None = None
+
+
+def couple_by(kernels: Coupling | None) -> None:
+    """From now on that is done on the CPU by these."""
+    global _kernels
+    _kernels = kernels
+
+
+def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+    """Each row's token [R] int64 from raw `logits` [R, V], for sequences that are all greedy or seeded: where its
+    coupled score is largest. Raises as `coupled_scores`.
+
+    A batch that is greedy throughout, with nothing that changes logits, is its argmax and no more.
     """
-    keys = [_key(*which) for which in zip(seeds, sequence_indices, positions, strict=True)]
-    if device.type == "cpu":
-        return _noise_on_cpu(np.array(keys, dtype=np.uint64), vocab_size)
-    return noise_of(torch.tensor(list(map(_signed, keys)), dtype=torch.int64, device=device), vocab_size)
+    if all(sequence.params.greedy and not adjusts(sequence) for sequence in rows):
+        return argmax(logits)
+    if _kernels is not None and logits.device.type == "cpu":
+        return _kernels.draw(*_scores(logits, rows))
+    return argmax(coupled_scores(sampling_logprobs(logits, rows), rows))
 
 
-def noise_key(seed: int, sequence_index: int, position: int) -> int:
-    """What the noise of one row is made from: a uint64, as an int64 with the same bits."""
-    return _signed(_key(seed, sequence_index, position))
-
-
-def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
-    """`gumbel_noise` of rows with these `noise_key`s [R] int64, on their device."""
-    if keys.device.type == "cpu":
-        return _noise_on_cpu(keys.numpy().view(np.uint64), vocab_size)
-    noise = torch.empty(len(keys), vocab_size, device=keys.device)
-    num_rows = max(1, _CHUNK // vocab_size)
-    for first in range(0, len(keys), num_rows):
-        noise[first : first + num_rows] = _gumbel(_torch_bits(keys[first : first + num_rows], vocab_size))
-    return noise
-
-
-def make_noise_by(maker: NoiseMaker) -> None:
-    """From now on noise on the CPU is made by that."""
-    global _noise_on_cpu
-    _noise_on_cpu = maker
-
-
-def noise_by_numpy(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
-    """A `NoiseMaker` for any CPU."""
-    noise = torch.empty(len(keys), vocab_size)
-    num_rows = max(1, _CPU_CHUNK // vocab_size)
-    for first in range(0, len(keys), num_rows):
-        noise[first : first + num_rows] = _gumbel(_numpy_bits(keys[first : first + num_rows], vocab_size))
-    return noise
-
-
-_noise_on_cpu: NoiseMaker = noise_by_numpy
-
-
-def _gumbel(bits: Tensor) -> Tensor:
-    """From 52 bits each, float64."""
-    # 52 bits and a half: strictly between 0 and 1, and exact in float64.
-    uniform = bits.double().add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_()
-
-
-def coupled_tokens(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-    """Each row's token [R] int64: where its coupled score is largest. Raises as `coupled_scores`."""
-    return argmax(coupled_scores(logprobs, rows))
+def likeliest_coupled(logits: Tensor, rows: Sequence[SampleRows], most: int) -> Likeliest:
+    """Of each row so many of the largest coupled scores, at most V: what the owner of `logits` [R, V] would draw there.
+    Raises as `coupled_scores`."""
+    if _kernels is not None and logits.device.type == "cpu":
+        return _kernels.likeliest(*_scores(logits, rows), most)
+    # On CPUs torch normalises all of them in half the time that `logsumexp` takes.
+    best, ids = coupled_scores(sampling_scores(logits, rows), rows).log_softmax(1).topk(most)
+    return ids.tolist(), best.tolist()
 
 
 def coupled_scores(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
@@ -101,37 +67,14 @@ def coupled_scores(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     distributions mostly gives the same token. A row's noise is that of the position which it predicts.
     Raises ValueError for a sampled sequence that has no seed.
     """
-    seeded: list[int] = []
-    seeds: list[int] = []
-    indices: list[int] = []
-    positions: list[int] = []
-    first_row = 0
-    for sequence in rows:
-        params, num_rows = sequence.params, sequence.num_rows
-        if not params.greedy:
-            if params.seed is None:
-                raise ValueError(f"params.seed is None at temperature {params.temperature}: coupled sampling needs one")
-            seeded.extend(range(first_row, first_row + num_rows))
-            seeds.extend([params.seed] * num_rows)
-            indices.extend([params.sequence_index] * num_rows)
-            positions.extend(len(sequence.token_ids) + depth for depth in sequence.depths)
-        first_row += num_rows
+    device, (keys, temperatures) = logprobs.device, _noises(rows)
+    seeded = [i for i, temperature in enumerate(temperatures) if temperature > 0]
     if not seeded:
         return logprobs
-    noise = gumbel_noise(seeds, indices, positions, logprobs.shape[1], logprobs.device)
-    if len(seeded) == first_row:
+    noise = noise_of(torch.tensor([keys[i] for i in seeded], device=device), logprobs.shape[1])
+    if len(seeded) == len(keys):
         return noise.add_(logprobs)
-    return logprobs.index_add(0, torch.tensor(seeded, device=logprobs.device), noise)
-
-
-def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-    """Each row's token [R] int64 from raw `logits` [R, V], for sequences that are all greedy or seeded.
-
-    A batch that is greedy throughout, with nothing that changes logits, is its argmax and no more.
-    """
-    if all(sequence.params.greedy and not adjusts(sequence) for sequence in rows):
-        return argmax(logits)
-    return coupled_tokens(sampling_logprobs(logits, rows), rows)
+    return logprobs.index_add(0, torch.tensor(seeded, device=device), noise)
 
 
 def argmax(values: Tensor) -> Tensor:
@@ -144,63 +87,28 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(1)
 
 
-# In a tree many rows predict the same position, and what was not accepted is drafted once more.
-@functools.lru_cache(maxsize=4096)
-def _key(seed: int, sequence_index: int, position: int) -> int:
-    return _stream(_stream(_stream(0, seed), sequence_index), position)
+def _scores(logits: Tensor, rows: Sequence[SampleRows]) -> tuple[Tensor, list[int], list[float]]:
+    """What kernels take: what they can do themselves is left to them."""
+    keys, temperatures = _noises(rows)
+    if any(narrows(sequence.params) or adjusts(sequence) for sequence in rows):
+        return sampling_scores(logits, rows), keys, [float(temperature > 0) for temperature in temperatures]
+    return logits if logits.dtype == torch.float32 else logits.float(), keys, temperatures
 
 
-def _stream(key: int, counter: int) -> int:
-    """Entry `counter` of the SplitMix64 stream that starts at `key`; both and the result are uint64."""
-    bits = (key + (counter + 1) * _INCREMENT) & _WORD
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-        bits = ((bits ^ (bits >> shift)) * multiplier) & _WORD
-    return bits ^ (bits >> _SHIFTS[-1])
-
-
-def _numpy_bits(keys: NDArray[np.uint64], vocab_size: int) -> Tensor:
-    """52 bits [R, V] int64 of each key's stream. NumPy knows unsigned words, so that this takes half of what it takes
-    torch."""
-    bits = keys[:, None] + _numpy_steps(vocab_size)
-    shifted = np.empty_like(bits)
-
-    def mix(shift: int) -> None:
-        np.right_shift(bits, np.uint64(shift), out=shifted)
-        np.bitwise_xor(bits, shifted, out=bits)
-
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-        mix(shift)
-        np.multiply(bits, np.uint64(multiplier), out=bits)
-    mix(_SHIFTS[-1])
-    np.right_shift(bits, np.uint64(12), out=bits)
-    return torch.from_numpy(bits.view(np.int64))
-
-
-@functools.lru_cache(maxsize=4)
-def _numpy_steps(vocab_size: int) -> NDArray[np.uint64]:
-    return np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
-
-
-def _torch_bits(keys: Tensor, vocab_size: int) -> Tensor:
-    """The same on any device."""
-    steps = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_INCREMENT)
-    return _shifted(_finalized(keys.unsqueeze(1) + steps), 12)
-
-
-def _finalized(bits: Tensor) -> Tensor:
-    """SplitMix64's finalizer, as in `_stream`, in place on int64 `bits`."""
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-        bits ^= _shifted(bits, shift)
-        bits *= _signed(multiplier)
-    bits ^= _shifted(bits, _SHIFTS[-1])
-    return bits
-
-
-def _signed(word: int) -> int:
-    """The int64 with the bits of a uint64: torch computes in int64, where products wrap alike."""
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shifted(bits: Tensor, shift: int) -> Tensor:
-    """Logical right shift of int64 `bits`: the sign bits that torch's arithmetic shift draws in are cleared."""
-    return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+def _noises(rows: Sequence[SampleRows]) -> tuple[list[int], list[float]]:
+    """Of each row the `noise_key` and the temperature, both 0 where that is greedy."""
+    keys: list[int] = []
+    temperatures: list[float] = []
+    for sequence in rows:
+        params, num_rows = sequence.params, sequence.num_rows
+        temperatures += [0.0 if params.greedy else params.temperature] * num_rows
+        if params.greedy:
+            keys += [0] * num_rows
+            continue
+        if params.seed is None:
+            raise ValueError(f"params.seed is None at temperature {params.temperature}: coupled sampling needs one")
+        # In a tree many rows predict the same position.
+        depths, base = sequence.depths, len(sequence.token_ids)
+        by_depth = {depth: noise_key(params.seed, params.sequence_index, base + depth) for depth in set(depths)}
+        keys += [by_depth[depth] for depth in depths]
+    return keys, temperatures

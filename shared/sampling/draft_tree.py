@@ -24,6 +24,16 @@ class _Node(NamedTuple):
     guess: float
 
 
+class Outcome(NamedTuple):
+    """Of a token to propose, in its place, whose turn came: what its drafter took for its likelihood, whether it was
+    the first choice behind what it follows, and whether it was the one."""
+
+    place: int
+    guess: float
+    is_first: bool
+    accepted: bool
+
+
 class DraftTree:
     """The `num_nodes` likeliest tokens that `num_steps` steps of the drafter find, each behind one that is there, too.
 
@@ -119,9 +129,22 @@ class DraftTree:
         """Of each token to propose, with all those before it: best first, as in the proposal."""
         return [math.exp(self._nodes[i].logprob) for i in self._likeliest()]
 
-    def guesses(self, num_nodes: int) -> list[float]:
-        """The drafter's own, of each of the first so many tokens to propose."""
-        return [self._nodes[i].guess for i in self._likeliest()[:num_nodes]]
+    def outcomes(self, committed: Sequence[int]) -> list[Outcome]:
+        """Of the tokens to propose whose turn came, by what was committed behind its beginning."""
+        found: list[Outcome] = []
+        parent: int | None = -1
+        for token in committed:
+            following, parent, is_first = parent, None, True
+            for place, i in enumerate(self._likeliest()):
+                node = self._nodes[i]
+                if node.parent != following:
+                    continue
+                accepted = node.token_id == token and parent is None
+                found.append(Outcome(place, node.guess, is_first, accepted))
+                parent, is_first = i if accepted else parent, False
+            if parent is None:
+                break
+        return found
 
     def proposal(self, num_nodes: int | None = None) -> Proposal:
         """The likeliest tokens, all or so many, best first, and so each behind the one that it follows."""

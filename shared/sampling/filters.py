@@ -62,6 +62,11 @@ def adjusts(rows: SampleRows) -> bool:
     )
 
 
+def narrows(params: SamplingParams) -> bool:
+    """Whether only some tokens are left of the distribution that such a sequence is drawn from."""
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+
+
 def adjust_logits(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     """Applies penalties, logit bias and min_tokens to every row as if tokens had come one by one.
 

@@ -212,11 +212,9 @@ class SelfDrafting:
 
     def settle(self, num_tokens: int, seconds: float, has_prompts: bool) -> None:
         for sequence, (tree, position) in self._grown.items():
-            committed = sequence.token_ids[position:]
-            # Of all it has: what is not verified because little is thought of it would never be thought better of.
-            tree.settle(tree.proposal(len(tree.likelihoods)), committed)
+            accepted = tree.settle(sequence.token_ids[position:])
             if (verified := self._rounds.get(sequence)) is not None:
-                its = tree.proposal(len(verified.proposal)).num_agreeing(committed)
+                its = sum(place < len(verified.proposal) for place in accepted)
                 self._usual += _WEIGHT * (its - self._usual)
         self._ended, self._had_prompts = self._clock(), has_prompts
         if not self._load or has_prompts:

@@ -20,8 +20,8 @@ from shared.engine.model import CausalLM
 from shared.engine.sequence import Sequence
 from shared.policy.foresight import Foresight
 from shared.prefix.block_hash import root_hash
-from shared.sampling.coupled import gumbel_noise
 from shared.sampling.draft_tree import WIDTH, DraftTree
+from shared.sampling.noise import gumbel_noise
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
 from shared.sampling.rows import SampleRows

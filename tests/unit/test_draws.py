@@ -9,8 +9,8 @@ from torch import Tensor
 
 from services.draft.draws import draw_ahead
 from services.draft.proposer import draw
-from shared.sampling import coupled
-from shared.sampling.coupled import noise_of
+from shared.sampling import noise
+from shared.sampling.noise import noise_of
 from shared.sampling.params import SamplingParams
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens
@@ -91,7 +91,7 @@ def test_nothing_is_waited_for_until_they_are_taken(monkeypatch: pytest.MonkeyPa
         for name in ("tensor", "as_tensor", "from_numpy"):  # what the host has to send would be waited for, too
             patch.setattr(torch, name, refuse)
         patch.setattr("services.draft.draws.argmax", lambda values: values.argmax(1))  # as a device's
-        on_device = lambda keys, vocab_size: coupled._gumbel(coupled._torch_bits(keys, vocab_size)).float()  # noqa: E731
+        on_device = lambda keys, vocab_size: noise._gumbel(noise._torch_bits(keys, vocab_size)).float()  # noqa: E731
         patch.setattr("services.draft.draws.noise_of", on_device)
         for step in range(2):
             draws.draw(logits_of(step, len(params)))

@@ -49,7 +49,7 @@ def test_of_each_place_whose_turn_came_one_choice_was_the_first(
 ) -> None:
     noted = Noted()
     draft = TreeDraft(grown(noted), noted, "model")
-    draft.settle(draft.proposal(len(draft.likelihoods)), [*map(ord, text)])
+    draft.settle([*map(ord, text)])
     assert sorted(noted.seen) == sorted(seen)
 
 

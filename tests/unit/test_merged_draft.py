@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,19 +14,15 @@ from shared.sampling.proposal import Proposal
 
 @dataclass
 class Drafted:
-    """A draft of one source, which notes what it is told."""
+    """A draft of one source."""
 
     whole: Proposal
     likelihoods: Sequence[float]
-    told: list[tuple[Proposal, list[int]]] = field(default_factory=list)
 
     def proposal(self, count: int) -> Proposal:
         return Proposal(
             self.whole.token_ids[:count], parents=self.whole.parents[:count], sources=self.whole.sources[:count]
         )
-
-    def settle(self, proposal: Proposal, committed: Sequence[int]) -> None:
-        self.told.append((proposal, list(committed)))
 
 
 def drafted(source: str, *nodes: tuple[int, int, float]) -> Drafted:
@@ -85,11 +81,3 @@ def test_every_line_of_each_is_there_once(seed: int) -> None:
         # Each behind the one that it follows.
         assert all(parent <= i for i, parent in enumerate(proposal.followed_rows()))
         assert lines(proposal) == everything[:count]
-
-
-def test_each_learns_of_all_it_drafted() -> None:
-    model, suffix = drafted("model", (5, 0, 0.9), (6, 1, 0.5)), drafted("suffix", (7, 0, 0.3))
-    merged = MergedDraft([model, suffix])
-    merged.settle(merged.proposal(1), [5, 9])
-    assert model.told == [(model.whole, [5, 9])]
-    assert suffix.told == [(suffix.whole, [5, 9])]

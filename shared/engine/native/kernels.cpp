@@ -1,12 +1,12 @@
 // What Python calls, by a C interface on the memory of tensors. Every function runs on `num_threads` threads, and
-// returns when it is done; none keeps a pointer.
+// returns when it is done; none keeps a pointer to what is Python's.
 
 #include <map>
 #include <memory>
 
+#include "coupled.h"
 #include "decoder.h"
-#include "likeliest.h"
-#include "noise.h"
+#include "noise_cache.h"
 
 extern "C" {
 
@@ -48,17 +48,30 @@ void outrider_pack_quantised(const int8_t *from, int64_t rows, int64_t in, int64
     }
 }
 
-// Gumbel noise of so many tokens for each of these keys: out [rows, num].
-void outrider_gumbel(const uint64_t *keys, int64_t rows, int64_t num, float *out, int num_threads) {
-#pragma omp parallel num_threads(num_threads)
-    gumbel(keys, rows, num, out);
+static NoiseCache &noise_cache() {
+    static thread_local NoiseCache cache;
+    return cache;
 }
 
-// The `most` likeliest of scores [rows, num], best first: ids and logprobs [rows, most].
-void outrider_likeliest(const float *scores, int64_t rows, int64_t num, int64_t most, int64_t *ids, float *logprobs,
-                        int num_threads) {
-#pragma omp parallel num_threads(num_threads)
-    likeliest(scores, rows, num, most, ids, logprobs);
+// Fewer scores are looked through sooner by one thread than others wake up.
+constexpr int64_t LEAST_SHARED = 1 << 16;
+
+// Of scores [rows, num], at the temperature of each row and with the noise of its key, none where that is 0, the `most`
+// likeliest, best first: ids and logprobs [rows, most].
+void outrider_likeliest(const float *scores, const uint64_t *keys, const float *temperatures, int64_t rows, int64_t num,
+                        int64_t most, int64_t *ids, float *logprobs, int num_threads) {
+    auto noise = noise_cache().rows(keys, temperatures, rows, num, num_threads);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * num >= LEAST_SHARED)
+    for (int64_t r = 0; r < rows; r++)
+        Coupled(scores + r * num, noise[r], temperatures[r], num).find_likeliest(most, ids + r * most, logprobs + r * most);
+}
+
+// What is drawn of such rows: ids [rows].
+void outrider_drawn(const float *scores, const uint64_t *keys, const float *temperatures, int64_t rows, int64_t num,
+                    int64_t *ids, int num_threads) {
+    auto noise = noise_cache().rows(keys, temperatures, rows, num, num_threads);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * num >= LEAST_SHARED)
+    for (int64_t r = 0; r < rows; r++) ids[r] = Coupled(scores + r * num, noise[r], temperatures[r], num).draw();
 }
 
 // x [rows, in] to out [rows, out], both in bf16.

@@ -136,11 +136,12 @@ class Library:
             self.pack_quantised.restype = None
             self.linear = library.outrider_linear
             self.linear.argtypes, self.linear.restype = [c_void_p, c_void_p, c_int64, c_void_p, c_int], None
-            self.gumbel = library.outrider_gumbel
-            self.gumbel.argtypes, self.gumbel.restype = [c_void_p, c_int64, c_int64, c_void_p, c_int], None
             self.likeliest = library.outrider_likeliest
-            self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int]
+            self.likeliest.argtypes = [*[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int]
             self.likeliest.restype = None
+            self.drawn = library.outrider_drawn
+            self.drawn.argtypes = [*[c_void_p] * 3, *[c_int64] * 2, c_void_p, c_int]
+            self.drawn.restype = None
             self.attend = library.outrider_attend
             self.attend.argtypes = [c_void_p, c_void_p, c_int, *[c_void_p] * 5, c_int]
             self.attend.restype = None

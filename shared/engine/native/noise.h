@@ -1,9 +1,8 @@
-// Standard Gumbel noise that belongs to a position and a token, as shared/sampling/coupled.py has it.
+// Standard Gumbel noise that belongs to a position and a token, as shared/sampling/noise.py has it.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 // SplitMix64 (Steele, Lea and Flood 2014): how far the entries of a stream are apart, and the finalizer.
 constexpr uint64_t INCREMENT = 0x9E3779B97F4A7C15;
@@ -40,27 +39,19 @@ static inline double logarithm(double x) {
     return low - half + f + exponent * 6.93147180369123816490e-01;
 }
 
-// Called by every thread of a team. out[r][t] = the noise of entry t of the stream of keys[r]; `out` [rows, num]. Rows
-// of a tree that predict the same position have one key: its noise is made once, and copied.
-static inline void gumbel(const uint64_t *keys, int64_t rows, int64_t num, float *out) {
+// Called by every thread of a team. to(i)[t] = the noise of entry t of the stream of key(i), for `num` of each.
+template <class Key, class To> static inline void gumbel(int64_t rows, int64_t num, Key key, To to) {
     constexpr int64_t PART = 1024;
     int64_t parts = (num + PART - 1) / PART;
-    std::vector<int64_t> likes(rows);
-    for (int64_t r = 0; r < rows; r++)
-        while (keys[likes[r]] != keys[r]) likes[r]++;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < rows * parts; i++) {
-        int64_t r = i % rows, first = i / rows * PART, last = first + PART < num ? first + PART : num;
-        if (likes[r] != r) continue;
-        float *to = out + r * num;
-        uint64_t at = keys[r] + uint64_t(first) * INCREMENT;
+        int64_t first = i / rows * PART, last = first + PART < num ? first + PART : num;
+        float *part = to(i % rows) + first;
+        uint64_t at = key(i % rows) + uint64_t(first) * INCREMENT;
         for (int64_t t = 0; t < last - first; t++) {
             // 52 bits and a half: strictly between 0 and 1, and exact.
             double uniform = (whole(mixed(at + uint64_t(t + 1) * INCREMENT) >> 12) + 0.5) * 0x1p-52;
-            to[first + t] = float(-logarithm(-logarithm(uniform)));
+            part[t] = float(-logarithm(-logarithm(uniform)));
         }
     }
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        if (likes[r] != r) memcpy(out + r * num, out + likes[r] * num, num * sizeof *out);
 }

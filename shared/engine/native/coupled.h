@@ -1,0 +1,105 @@
+// What is drawn, and what is likely to be, by noise that target and drafter share: see shared/sampling/coupled.py.
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+// Whether any of a vector's numbers is larger; those that are none are not.
+static inline bool any_larger(Floats x, float than) {
+#if defined(__AVX512BF16__)
+    return _mm512_cmp_ps_mask(__m512(x), _mm512_set1_ps(than), _CMP_GT_OQ);
+#else
+    return _mm256_movemask_ps(_mm256_cmp_ps(__m256(x), _mm256_set1_ps(than), _CMP_GT_OQ));
+#endif
+}
+
+// The logarithm of what all of a row of `num` numbers weigh, where the largest, `best`, weighs 1; `at(t)` and `one(t)`
+// are LANES of them and one.
+template <class At, class One> static inline float log_of_all(int64_t num, float best, At at, One one) {
+    // What is far below counts for nothing, not for the smallest number there is.
+    auto weight = [&](Floats x) { return x < -87.0f ? Floats{} : exp(x); };
+    Floats total{};
+    int64_t whole = num / LANES * LANES;
+    for (int64_t t = 0; t < whole; t += LANES) total += weight(at(t) - best);
+    float sum_of_all = sum(total);
+    for (int64_t t = whole; t < num; t++) sum_of_all += weight(broadcast(one(t) - best))[0];
+    return std::log(sum_of_all);
+}
+
+// The `most` largest of such a row, best first and of equals the first, to `ids` and `values`. Where fewer are more than
+// -inf, the rest have id 0 and -inf.
+template <class At, class One>
+static inline void largest_of_row(int64_t num, int64_t most, int64_t *ids, float *values, At at, One one) {
+    for (int64_t i = 0; i < most; i++) ids[i] = 0, values[i] = -INFINITE;
+    auto take = [&](int64_t id, float value) {
+        if (!(value > values[most - 1])) return;
+        int64_t place = most - 1;
+        for (; place > 0 && value > values[place - 1]; place--)
+            ids[place] = ids[place - 1], values[place] = values[place - 1];
+        ids[place] = id, values[place] = value;
+    };
+    int64_t whole = num / LANES * LANES;
+    for (int64_t t = 0; t < whole; t += LANES) {
+        Floats x = at(t);
+        if (any_larger(x, values[most - 1]))
+            for (int64_t i = 0; i < LANES; i++) take(t + i, x[i]);
+    }
+    for (int64_t t = whole; t < num; t++) take(t, one(t));
+}
+
+// A row of `num` scores of which a softmax at that temperature is drawn from, with its noise; without, null, the largest
+// is taken.
+class Coupled {
+    const float *scores, *noise;
+    float temperature, best = 0.0f;
+
+    Floats scaled(int64_t t) const {
+        Floats x = load(scores + t) - best;
+        return temperature == 1.0f ? x : x / temperature;
+    }
+
+    float one_scaled(int64_t t) const {
+        float x = scores[t] - best;
+        return temperature == 1.0f ? x : x / temperature;
+    }
+
+  public:
+    const int64_t num;
+
+    Coupled(const float *scores, const float *noise, float temperature, int64_t num)
+        : scores(scores), noise(noise), temperature(noise ? temperature : 1.0f), num(num) {}
+
+    // Where it is largest, the first of equals, by the scores; from then on these count from there.
+    int64_t find_best() {
+        int64_t id;
+        float value;
+        largest_of_row(
+            num, 1, &id, &value, [&](int64_t t) { return load(scores + t); }, [&](int64_t t) { return scores[t]; });
+        best = value;
+        return id;
+    }
+
+    // What is drawn: where logprob + noise is largest.
+    int64_t draw() {
+        int64_t id = find_best();
+        if (!noise) return id;
+        auto at = [&](int64_t t) { return scaled(t); };
+        float of_all = log_of_all(num, 0.0f, at, [&](int64_t t) { return one_scaled(t); }), value;
+        largest_of_row(
+            num, 1, &id, &value, [&](int64_t t) { return scaled(t) - of_all + load(noise + t); },
+            [&](int64_t t) { return one_scaled(t) - of_all + noise[t]; });
+        return id;
+    }
+
+    // The `most` likeliest by score + noise, and the logarithms of their shares of a softmax of all.
+    void find_likeliest(int64_t most, int64_t *ids, float *logprobs) {
+        find_best();
+        auto at = [&](int64_t t) { return noise ? scaled(t) + load(noise + t) : scaled(t); };
+        auto one = [&](int64_t t) { return noise ? one_scaled(t) + noise[t] : one_scaled(t); };
+        largest_of_row(num, most, ids, logprobs, at, one);
+        float largest = logprobs[0], of_all = log_of_all(num, largest, at, one);
+        for (int64_t i = 0; i < most; i++)
+            if (logprobs[i] > -INFINITE) logprobs[i] = logprobs[i] - largest - of_all;
+    }
+};
