@@ -90,9 +90,9 @@ class Copies:
     def settle(self, worth: Callable[[Sequence, float], tuple[float, float]]) -> None:
         """The step has ended. `worth` tells of a sequence, and of the seconds that looking for it took, what that
         spared and spent: see `Looking`."""
-        looked, self._looked = self._looked, {}
-        for sequence, (looking, seconds) in looked.items():
+        for sequence, (looking, seconds) in self._looked.items():
             looking.observe(*worth(sequence, seconds))
+        self._looked.clear()
 
     def sweep(self, running: Iterable[Sequence] | None) -> None:
         """Before each step: those that are no longer here are past, and taken in one by one as there is time. None:

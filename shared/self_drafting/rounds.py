@@ -142,7 +142,8 @@ class SelfDrafting:
         self._follow(drafting)
         began = self._clock()
         room = scheduler.draft_room() // self._load
-        copied = self._copy(copying, room)
+        least = self._policy.least_likelihood(self._load)
+        copied = self._copy(copying, room, least)
         self._copying = self._clock() - began
         growing = self._who_may_grow(drafting)
         num_growing = sum(map(is_free, growing))
@@ -151,7 +152,7 @@ class SelfDrafting:
             self._way = self._policy.way(crowd.size, 2 * num_growing >= self._num_free)
         lacking = [each for each in growing if each not in copied or copied[each].num_expected <= self._usual]
         self._matters = bool(lacking) or not growing
-        grown = self._grow(scheduler, [each for each in lacking if self._way.drafts or is_fixed(each)], room)
+        grown = self._grow(scheduler, [each for each in lacking if self._way.drafts or is_fixed(each)], room, least)
         self._grown = {each: (tree, len(each.token_ids)) for each, tree in grown.items()}
         self._spent = self._clock() - began
         self._choose(scheduler, copied, grown, room)
@@ -261,9 +262,9 @@ class SelfDrafting:
 
     def _who_may_draft(self) -> List[Sequence]:
         """Of whom drafts of the drafter's are to be expected."""
-        if self._growth is None:
-            return []
         crowd = self._crowd
+        if self._growth is None or not crowd.drafting:
+            return []
         return crowd.drafting if self._policy.follows(crowd.size) else crowd.fixed
 
     def _follow(self, sequences: List[Sequence]) -> None:
@@ -324,13 +325,12 @@ class SelfDrafting:
             _report("suffix", error)
             return []
 
-    def _copy(self, sequences: List[Sequence], room: int) -> dict[Sequence, CopiedDraft]:
-        """For whom of them there is something."""
+    def _copy(self, sequences: List[Sequence], room: int, least: float) -> dict[Sequence, CopiedDraft]:
+        """For whom of them there is something that is `least` likely to be accepted, where that is not fixed."""
         if self._copies is None or not sequences:
             return {}
         found: dict[Sequence, CopiedDraft] = {}
         try:
-            least = self._policy.least_likelihood(self._load)
             for sequence in sequences:
                 fixed = is_fixed(sequence)
                 num_steps, num_nodes = _shape(sequence, _MOST_NODES, room)
@@ -346,13 +346,14 @@ class SelfDrafting:
             return {}
         return found
 
-    def _grow(self, scheduler: Scheduler, sequences: List[Sequence], room: int) -> dict[Sequence, TreeDraft]:
-        """What the drafter finds for them."""
+    def _grow(
+        self, scheduler: Scheduler, sequences: List[Sequence], room: int, price: float
+    ) -> dict[Sequence, TreeDraft]:
+        """What the drafter finds for them. `price`: see `Growth`."""
         if self._growth is None:
             return {}
         try:
             trees: dict[Sequence, DraftTree] = {}
-            price = self._policy.least_likelihood(self._load) if sequences else 0.0
             for sequence in sequences:
                 tree = self._tree(scheduler, sequence, room, None if is_fixed(sequence) else price)
                 if tree is not None:
