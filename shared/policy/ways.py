@@ -50,6 +50,8 @@ _KEEP: Final = 1.02
 _UNSEEN: Final = 0.04
 # A new wait counts so much against those before it.
 _WEIGHT_OF_WAIT: Final = 0.03
+# Of waits behind two ways their ratio is remembered, as far as they are longer than so much of a step.
+_HARDLY_WAITED: Final = 0.1
 
 
 class Way(Enum):
@@ -128,11 +130,11 @@ class Ways:
 
     def __init__(self) -> None:
         self.way = Way.TREE
-        # Of a trial of another, which goes on in turns with it: how many steps that began, and when, whether it is its
-        # turn, of how many steps of the turn, and of how long ones, it is known what they brought, and whether some
-        # count.
+        # Of a trial of another, which goes on in turns with it: how many steps that began, what those of both took,
+        # whether it is its turn, of how many steps of the turn, and of how long ones, it is known what they brought,
+        # and whether some count.
         self._tried: Way | None = None
-        self._num_begun, self._began = 0, 0.0
+        self._num_begun, self._trial_seconds = 0, 0.0
         self._is_its_turn = False
         self._turn_steps, self._turn_seconds, self._is_turn_measured = 0, 0.0, False
         # Whether the latest step is between those of a turn and of neither, as there was nobody to try the other with.
@@ -185,7 +187,7 @@ class Ways:
             self._num_begun += 1
             if self._num_begun > _MOST_BEGUN * self._trial_steps:
                 self._known[self._tried].is_unfinished = True
-                self._postpone([self._tried], self._seconds - self._began)
+                self._postpone([self._tried], self._trial_seconds)
             elif self._tried.drafts and not may_try:
                 return self.way
         elif self._seconds >= self._due_at and self._now.num_seen >= _TRIAL_STEPS:
@@ -230,10 +232,17 @@ class Ways:
     def wait(self, seconds: float, num_steps: int = 1) -> None:
         """So long a step's sequences waited for their owners, who take in what the one before brought; or so many
         steps' did on average."""
-        if self._latest is not None:
-            before = self.waited(self._latest)
-            weight = 1 - (1 - _WEIGHT_OF_WAIT) ** num_steps
-            self._known[self._latest].waited = before + weight * (seconds - before)
+        if self._latest is None:
+            return
+        before, weight = self.waited(self._latest), 1 - (1 - _WEIGHT_OF_WAIT) ** num_steps
+        after = self._known[self._latest].waited = before + weight * (seconds - before)
+        if self._latest is not self.way:
+            return
+        # Owners have changed, or have more to do: what was waited behind the others changes as much.
+        hardly = _HARDLY_WAITED * self._now.step_seconds
+        for way, known in self._known.items():
+            if way is not self.way and known.waited is not None and before + hardly > 0:
+                known.waited = max(0.0, (known.waited + hardly) * (after + hardly) / (before + hardly) - hardly)
 
     def charge(self, seconds: float, num_left: int) -> None:
         """So much time was spent so that sequences may have drafts, of which so many tokens are still to come."""
@@ -252,6 +261,7 @@ class Ways:
         if is_chosen:
             self._turn_steps += 1
             self._turn_seconds += seconds
+            self._trial_seconds += seconds
             self._settled += seconds
             self._is_turn_measured |= not settles
         self._is_open = False
@@ -299,7 +309,7 @@ class Ways:
     def _begin_trial(self, way: Way) -> None:
         known = self._known[way]
         self._trial_steps = self._enough_steps
-        self._tried, self._num_begun, self._began = way, 0, self._seconds
+        self._tried, self._num_begun, self._trial_seconds = way, 0, 0.0
         self._begin_turn(True)
         if not known.is_unfinished:
             known.goodput, known.compared = _Goodput(), Comparison()

@@ -201,6 +201,8 @@ class Filters:
         self._sampled = _Rows.of(sampled, len(params), device)
         if len(sampled) < len(params):
             params = [params[i] for i in sampled]
+        # Rounding must not hang on who else is there: what is cut off is counted from the likeliest token down.
+        self._shifts = any(row.temperature != 1.0 or narrows(row) for row in params)
         self._temperatures: Tensor | None = None
         if any(row.temperature != 1.0 for row in params):
             self._temperatures = column([row.temperature for row in params])
@@ -232,9 +234,11 @@ class Filters:
 
     def _filtered(self, scores: Tensor) -> Tensor:
         """Rows that are sampled, but for a constant of each."""
+        if self._shifts:
+            # Divided by a low temperature, large logits would overflow, too.
+            scores = scores - scores.amax(1, keepdim=True)
         if self._temperatures is not None:
-            # From the likeliest token down: divided by a low temperature, large logits would overflow.
-            scores = (scores - scores.amax(1, keepdim=True)) / self._temperatures
+            scores = scores / self._temperatures
         if self._of_top_k is not None:
             scores = self._of_top_k.replace(
                 scores, lambda some: _cut(some, some.topk(self._most_k).values.gather(1, self._ranks))
@@ -271,8 +275,10 @@ def _cut(scores: Tensor, floor: Tensor) -> Tensor:
 
 
 def _nucleus_floor(scores: Tensor, top_p: Tensor) -> Tensor:
-    """The least score [N, 1] among the fewest likeliest tokens of `scores` [N, V] that hold `top_p` [N, 1]."""
-    normaliser = scores.logsumexp(1, keepdim=True)
+    """The least score [N, 1] among the fewest likeliest tokens of `scores` [N, V], of which the largest is 0 in each
+    row, that hold `top_p` [N, 1]."""
+    # `logsumexp` adds up a single row in as many parts as there are threads.
+    normaliser = -scores.log_softmax(1).amax(1, keepdim=True)
     # A whole sort is slow on CPU and seldom needed; elsewhere, asking whether it is would cost a wait.
     if scores.device.type != "cpu" or scores.shape[1] <= _NUCLEUS_WIDTH:
         return _floor_among(scores.sort(dim=1, descending=True).values, normaliser, top_p)

@@ -232,6 +232,28 @@ def test_a_nucleus_is_right_whether_narrow_or_wide() -> None:
     assert abs(wide - int(warped_by_oracle(logits[1:], params).isfinite().sum())) <= 2
 
 
+def test_a_nucleus_is_the_same_whoever_is_beside_it_and_however_many_threads_look_for_it() -> None:
+    """To the last bit: of tokens that are about as likely as one another, it ends where rounding has it end."""
+    generator = torch.Generator().manual_seed(3)
+    near = 20 + 1e-6 * torch.randn((500, 4), generator=generator)
+    wide = torch.randn((12, 152_064), generator=generator)
+    for logits, top_p in ((near, 0.75), (wide, 0.95)):
+        row = sequence(SamplingParams(top_p=top_p), [])
+        alone = torch.cat([sampling_logprobs(logits[i : i + 1], [row]) for i in range(len(logits))])
+        beside = sequence(SamplingParams(temperature=0.5), [])
+        rows = torch.cat([logits, logits[:1]])
+        for num_threads in (1, 2, 4):
+            before = torch.get_num_threads()
+            torch.set_num_threads(num_threads)
+            try:
+                together = sampling_logprobs(rows, [*[row] * len(logits), beside])[:-1]
+                again = sampling_logprobs(logits[:1], [row])
+            finally:
+                torch.set_num_threads(before)
+            assert torch.equal(together, alone)
+            assert torch.equal(again, alone[:1])
+
+
 def test_tied_tokens_stay_or_go_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.5)):

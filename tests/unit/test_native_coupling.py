@@ -153,6 +153,14 @@ def test_what_is_filtered_out_is_never_found(native: NativeCoupling, vocab_size:
     assert native.draw(scores, *rows).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("place", [0, 7, 17, 38])
+def test_a_greedy_row_that_is_no_numbers_is_drawn_as_it_is_alone(native: NativeCoupling, place: int) -> None:
+    """Where NumPy, which finds what is largest of steps that are greedy throughout, has it."""
+    scores = torch.randn((1, 40), generator=torch.Generator().manual_seed(1))
+    scores[0, place] = scores[0, 39] = math.nan
+    assert native.draw(scores, [0], [0.0]).tolist() == scores.numpy().argmax(1).tolist() == [place]
+
+
 def test_scores_may_lie_apart_in_memory() -> None:
     native = NativeCoupling(kernels(INSTRUCTION_SETS[0]))
     scores, rows = torch.randn((40, 6), generator=torch.Generator().manual_seed(1)), some_rows(6)

@@ -116,6 +116,18 @@ def test_who_reads_slowly_does_not_decide_for_who_comes_next(waited: float) -> N
     assert alternate(policy, 1000) > 0.95 * 200
 
 
+@pytest.mark.parametrize("waited", [0.02, 0.04, 0.08])
+def test_nor_does_who_read_slowly_for_a_minute(waited: float) -> None:
+    """What was waited behind plain steps, which are hardly made any more, is no more either."""
+    policy = SelfDraftingPolicy(flat())
+    serve(policy, 1, 3.0, 0.043, 1500, waited)
+    assert serve(policy, 1, 3.0, 0.043, 500, waited)[1] > 0.9
+    serve(policy, 1, 3.0, 0.043, 2000)
+    rate, share = serve(policy, 1, 3.0, 0.043, 2000)
+    assert share < 0.05
+    assert rate > 0.95
+
+
 @pytest.mark.parametrize(("every", "waited"), [(1, 0.02), (4, 0.05), (8, 0.1), (16, 0.2)])
 def test_waits_that_come_at_once_count_as_those_that_come_one_by_one(every: int, waited: float) -> None:
     policy = SelfDraftingPolicy(flat(0.005))

@@ -227,6 +227,25 @@ def test_a_trial_without_anybody_to_try_it_with_comes_to_nothing() -> None:
     assert num_ready < 3000
 
 
+def test_a_trial_that_came_to_nothing_stays_away_for_what_it_took_and_not_for_what_lay_in_it() -> None:
+    """A minute in which nobody was ready, or asked, between its steps."""
+    ways = Ways()
+    serve(ways, WORSE, 2000)
+    tried = ways.choose(may_try=True)
+    while not tried.drafts:
+        ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+        tried = ways.choose(may_try=True)
+    for _ in range(3000):
+        ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+    while ways.choose(may_try=True) is tried:  # in steps with prompts
+        pass
+    num_steps = 0
+    while ways.choose(may_try=True) is not tried:
+        ways.observe(Way.PLAIN, 1, 0.02, 0.0)
+        num_steps += 1
+    assert num_steps < 3000
+
+
 def test_a_trial_that_came_to_nothing_says_nothing_of_those_behind_the_next() -> None:
     ways = Ways()
     serve(ways, WORSE, 2000)

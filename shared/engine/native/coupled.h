@@ -80,10 +80,22 @@ class Coupled {
         return id;
     }
 
+    // The first that is no number; -1 if all are.
+    int64_t find_nan() const {
+        auto differs = [](Floats x) { Ints at = x != x; return largest(Floats(at & 0x3F800000)) > 0.0f; };
+        int64_t t = 0;
+        while (t + LANES <= num && !differs(load(scores + t))) t += LANES;
+        while (t < num && scores[t] == scores[t]) t++;
+        return t < num ? t : -1;
+    }
+
     // What is drawn: where logprob + noise is largest.
     int64_t draw() {
         int64_t id = find_best();
-        if (!noise) return id;
+        if (!noise) {
+            int64_t nan = find_nan();  // as NumPy has it, which finds those of other steps
+            return nan < 0 ? id : nan;
+        }
         auto at = [&](int64_t t) { return scaled(t); };
         float of_all = log_of_all(num, 0.0f, at, [&](int64_t t) { return one_scaled(t); }), value;
         largest_of_row(

@@ -31,7 +31,7 @@ class NoiseCache {
         if (num <= width && num_keys <= int64_t(places.size())) return;
         // What is made for many tokens begins with what is made for fewer.
         width = std::max(num, width);
-        int64_t count = std::max({std::min(MOST_ROWS, MOST_NUMBERS / width), num_keys, int64_t(places.size())});
+        int64_t count = std::max(std::min(MOST_ROWS, MOST_NUMBERS / width), num_keys);
         numbers.reset(new float[count * width]);
         places.assign(count, Place{});
         place_of.clear();
@@ -45,6 +45,7 @@ class NoiseCache {
         if (places[place].latest) place_of.erase(places[place].key);
         places[place] = {key, requests};
         place_of[key] = place;
+        next = (place + 1) % int64_t(places.size());
         return place;
     }
 
