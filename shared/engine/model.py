@@ -26,14 +26,14 @@ from shared.engine.decoder_layers import decoder_layers, first_layers
 from shared.engine.fingerprint import model_fingerprint
 from shared.engine.kv_pool import KVShape
 from shared.engine.linear import pack_linears
-from shared.engine.native.coupling import NativeCoupling
 from shared.engine.native.decoder import NativeDecoder
+from shared.engine.native.draws import NativeDraws
 from shared.engine.native.library import Library, has_kernels, load_library
 from shared.engine.packed_llama import PackedLlama
 from shared.engine.quantised_weight import QuantisedWeight
 from shared.engine.settings import Native, Quantize
 from shared.engine.source import cannot_be_loaded, check_source
-from shared.sampling.coupled import couple_by
+from shared.sampling.kernels import draw_by
 from shared.settings import StartupError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class CausalLM:
         # Kernels of our own for this device and type, if there are any.
         self.kernels = load_library() if native == "auto" and has_kernels(self.device, self.dtype) else None
         if self.kernels is not None:
-            couple_by(NativeCoupling(self.kernels))
+            draw_by(NativeDraws(self.kernels))
         self._triton = load_triton() if native == "auto" and has_triton(self.device, self.dtype) else None
         self._packed: PackedLlama | NativeDecoder | None = None
         self._captured_layers: tuple[int, ...] = ()

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shared.sampling.filters import adjusts, narrows, sampling_logprobs, sampling_scores
+from shared.sampling.filters import adjusts, sampling_logprobs, sampling_scores
+from shared.sampling.kernels import Likeliest, kernels_for, scores_for_kernels, temperatures_of
 from shared.sampling.noise import noise_key, noise_of
 from shared.sampling.rows import SampleRows
-
-Likeliest = tuple[list[list[int]], list[list[float]]]
-"""Of each row ids, best first, and, by a softmax of all, logprobs; not finite where there are fewer."""
-
-
-class Coupling(Protocol):
-    """Kernels for scores [R, V] float32 in the CPU's memory, of each row the `noise_key` and the temperature that they
-    are still to be divided by; that is 0 for those of greedy sequences."""
-
-    def draw(self, scores: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> Tensor:
-        """See `draw_coupled`."""
-
-    def likeliest(self, scores: Tensor, keys: Sequence[int], temperatures: Sequence[float], most: int) -> Likeliest:
-        """See `likeliest_coupled`."""
-
-
-_kernels: Coupling | None = None
-
-
-def couple_by(kernels: Coupling | None) -> None:
-    """From now on that is done on the CPU by these."""
-    global _kernels
-    _kernels = kernels
 
 
 def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
@@ -44,16 +21,22 @@ def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     """
     if all(sequence.params.greedy and not adjusts(sequence) for sequence in rows):
         return argmax(logits)
-    if _kernels is not None and logits.device.type == "cpu":
-        return _kernels.draw(*_scores(logits, rows))
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        keys = _keys(rows)
+        scores, temperatures = scores_for_kernels(logits, rows, temperatures_of(rows))
+        return kernels.draw(scores, keys, temperatures)
     return argmax(coupled_scores(sampling_logprobs(logits, rows), rows))
 
 
 def likeliest_coupled(logits: Tensor, rows: Sequence[SampleRows], most: int) -> Likeliest:
     """Of each row so many of the largest coupled scores, at most V: what the owner of `logits` [R, V] would draw there.
     Raises as `coupled_scores`."""
-    if _kernels is not None and logits.device.type == "cpu":
-        return _kernels.likeliest(*_scores(logits, rows), most)
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        keys = _keys(rows)
+        scores, temperatures = scores_for_kernels(logits, rows, temperatures_of(rows))
+        return kernels.likeliest(scores, keys, temperatures, most)
     # On CPUs torch normalises all of them in half the time that `logsumexp` takes.
     best, ids = coupled_scores(sampling_scores(logits, rows), rows).log_softmax(1).topk(most)
     return ids.tolist(), best.tolist()
@@ -67,8 +50,8 @@ def coupled_scores(logprobs: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     distributions mostly gives the same token. A row's noise is that of the position which it predicts.
     Raises ValueError for a sampled sequence that has no seed.
     """
-    device, (keys, temperatures) = logprobs.device, _noises(rows)
-    seeded = [i for i, temperature in enumerate(temperatures) if temperature > 0]
+    device, keys = logprobs.device, _keys(rows)
+    seeded = [i for i, temperature in enumerate(temperatures_of(rows)) if temperature > 0]
     if not seeded:
         return logprobs
     noise = noise_of(torch.tensor([keys[i] for i in seeded], device=device), logprobs.shape[1])
@@ -87,23 +70,13 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(1)
 
 
-def _scores(logits: Tensor, rows: Sequence[SampleRows]) -> tuple[Tensor, list[int], list[float]]:
-    """What kernels take: what they can do themselves is left to them."""
-    keys, temperatures = _noises(rows)
-    if any(narrows(sequence.params) or adjusts(sequence) for sequence in rows):
-        return sampling_scores(logits, rows), keys, [float(temperature > 0) for temperature in temperatures]
-    return logits if logits.dtype == torch.float32 else logits.float(), keys, temperatures
-
-
-def _noises(rows: Sequence[SampleRows]) -> tuple[list[int], list[float]]:
-    """Of each row the `noise_key` and the temperature, both 0 where that is greedy."""
+def _keys(rows: Sequence[SampleRows]) -> list[int]:
+    """Of each row the `noise_key`; 0 for those of greedy sequences."""
     keys: list[int] = []
-    temperatures: list[float] = []
     for sequence in rows:
-        params, num_rows = sequence.params, sequence.num_rows
-        temperatures += [0.0 if params.greedy else params.temperature] * num_rows
+        params = sequence.params
         if params.greedy:
-            keys += [0] * num_rows
+            keys += [0] * sequence.num_rows
             continue
         if params.seed is None:
             raise ValueError(f"params.seed is None at temperature {params.temperature}: coupled sampling needs one")
@@ -111,4 +84,4 @@ def _noises(rows: Sequence[SampleRows]) -> tuple[list[int], list[float]]:
         depths, base = sequence.depths, len(sequence.token_ids)
         by_depth = {depth: noise_key(params.seed, params.sequence_index, base + depth) for depth in set(depths)}
         keys += [by_depth[depth] for depth in depths]
-    return keys, temperatures
+    return keys

@@ -12,9 +12,10 @@ from shared.sampling.filters import sampling_logprobs
 from shared.sampling.logprobs import token_logprobs
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import Proposal
-from shared.sampling.rejection import Draft, accept, draw
+from shared.sampling.rejection import Draft, accept
 from shared.sampling.rows import SampleRows
 from shared.sampling.sampled import SampledTokens, TokenLogprobs
+from shared.sampling.unseeded import draw_unseeded
 
 
 def check_proposal(proposal: Proposal, params: SamplingParams) -> None:
@@ -93,7 +94,7 @@ def verify(logits: Tensor, rows: Sequence[SampleRows], generator: torch.Generato
     if coupled:
         results.append(draw_coupled(*part(coupled)))
     if unseeded:
-        results.append(draw(sampling_logprobs(*part(unseeded)).exp_(), generator))
+        results.append(draw_unseeded(*part(unseeded), generator))
     if others:
         results.extend(_verify_by_rejection(*part(others), generator))
     host = iter((torch.cat(results) if len(results) > 1 else results[0]).tolist() if results else ())

@@ -4,8 +4,8 @@
 #include <map>
 #include <memory>
 
-#include "coupled.h"
 #include "decoder.h"
+#include "draws.h"
 #include "noise_cache.h"
 
 extern "C" {
@@ -63,7 +63,7 @@ void outrider_likeliest(const float *scores, const uint64_t *keys, const float *
     auto noise = noise_cache().rows(keys, temperatures, rows, num, num_threads);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * num >= LEAST_SHARED)
     for (int64_t r = 0; r < rows; r++)
-        Coupled(scores + r * num, noise[r], temperatures[r], num).find_likeliest(most, ids + r * most, logprobs + r * most);
+        Draws(scores + r * num, noise[r], temperatures[r], num).find_likeliest(most, ids + r * most, logprobs + r * most);
 }
 
 // What is drawn of such rows: ids [rows].
@@ -71,7 +71,15 @@ void outrider_drawn(const float *scores, const uint64_t *keys, const float *temp
                     int64_t *ids, int num_threads) {
     auto noise = noise_cache().rows(keys, temperatures, rows, num, num_threads);
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * num >= LEAST_SHARED)
-    for (int64_t r = 0; r < rows; r++) ids[r] = Coupled(scores + r * num, noise[r], temperatures[r], num).draw();
+    for (int64_t r = 0; r < rows; r++) ids[r] = Draws(scores + r * num, noise[r], temperatures[r], num).draw();
+}
+
+// What is drawn of rows none of which is greedy by those numbers, in [0, 1), without noise: ids [rows].
+void outrider_drawn_unseeded(const float *scores, const float *temperatures, const double *uniforms, int64_t rows,
+                             int64_t num, int64_t *ids, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * num >= LEAST_SHARED)
+    for (int64_t r = 0; r < rows; r++)
+        ids[r] = Draws(scores + r * num, nullptr, temperatures[r], num).draw_by(uniforms[r]);
 }
 
 // x [rows, in] to out [rows, out], both in bf16.

@@ -142,6 +142,9 @@ class Library:
             self.drawn = library.outrider_drawn
             self.drawn.argtypes = [*[c_void_p] * 3, *[c_int64] * 2, c_void_p, c_int]
             self.drawn.restype = None
+            self.drawn_unseeded = library.outrider_drawn_unseeded
+            self.drawn_unseeded.argtypes = [*[c_void_p] * 3, *[c_int64] * 2, c_void_p, c_int]
+            self.drawn_unseeded.restype = None
             self.attend = library.outrider_attend
             self.attend.argtypes = [c_void_p, c_void_p, c_int, *[c_void_p] * 5, c_int]
             self.attend.restype = None

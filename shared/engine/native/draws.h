@@ -1,6 +1,7 @@
-// What is drawn, and what is likely to be, by noise that target and drafter share: see shared/sampling/coupled.py.
+// What is drawn, and what is likely to be: see shared/sampling/coupled.py and unseeded.py.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "simd.h"
@@ -14,16 +15,20 @@ static inline bool any_larger(Floats x, float than) {
 #endif
 }
 
+// What numbers weigh in a softmax, where the largest is 0. What is far below counts for nothing, not for the smallest
+// number there is.
+static inline Floats weight(Floats x) { return x < -87.0f ? Floats{} : exp(x); }
+
+static inline float weight(float x) { return weight(broadcast(x))[0]; }
+
 // The logarithm of what all of a row of `num` numbers weigh, where the largest, `best`, weighs 1; `at(t)` and `one(t)`
 // are LANES of them and one.
 template <class At, class One> static inline float log_of_all(int64_t num, float best, At at, One one) {
-    // What is far below counts for nothing, not for the smallest number there is.
-    auto weight = [&](Floats x) { return x < -87.0f ? Floats{} : exp(x); };
     Floats total{};
     int64_t whole = num / LANES * LANES;
     for (int64_t t = 0; t < whole; t += LANES) total += weight(at(t) - best);
     float sum_of_all = sum(total);
-    for (int64_t t = whole; t < num; t++) sum_of_all += weight(broadcast(one(t) - best))[0];
+    for (int64_t t = whole; t < num; t++) sum_of_all += weight(one(t) - best);
     return std::log(sum_of_all);
 }
 
@@ -48,9 +53,9 @@ static inline void largest_of_row(int64_t num, int64_t most, int64_t *ids, float
     for (int64_t t = whole; t < num; t++) take(t, one(t));
 }
 
-// A row of `num` scores of which a softmax at that temperature is drawn from, with its noise; without, null, the largest
-// is taken.
-class Coupled {
+// A row of `num` scores of which a softmax at that temperature is drawn from, with its noise; greedy ones have none, null,
+// and a temperature of 0.
+class Draws {
     const float *scores, *noise;
     float temperature, best = 0.0f;
 
@@ -64,11 +69,27 @@ class Coupled {
         return temperature == 1.0f ? x : x / temperature;
     }
 
+    // Summed up by parts of which each adds little to what rounding loses of it.
+    static constexpr int64_t PART = 64 * LANES;
+
+    // What the numbers from `first` on, which begins a part, weigh together, to `last`.
+    double weight_of(int64_t first, int64_t last) const {
+        double total = 0;
+        for (int64_t part = first; part < last; part += PART) {
+            int64_t end = std::min(part + PART, last), whole = part + (end - part) / LANES * LANES;
+            Floats its{};
+            for (int64_t t = part; t < whole; t += LANES) its += weight(scaled(t));
+            total += sum(its);
+            for (int64_t t = whole; t < end; t++) total += weight(one_scaled(t));
+        }
+        return total;
+    }
+
   public:
     const int64_t num;
 
-    Coupled(const float *scores, const float *noise, float temperature, int64_t num)
-        : scores(scores), noise(noise), temperature(noise ? temperature : 1.0f), num(num) {}
+    Draws(const float *scores, const float *noise, float temperature, int64_t num)
+        : scores(scores), noise(noise), temperature(temperature > 0 ? temperature : 1.0f), num(num) {}
 
     // Where it is largest, the first of equals, by the scores; from then on these count from there.
     int64_t find_best() {
@@ -102,6 +123,24 @@ class Coupled {
             num, 1, &id, &value, [&](int64_t t) { return scaled(t) - of_all + load(noise + t); },
             [&](int64_t t) { return one_scaled(t) - of_all + noise[t]; });
         return id;
+    }
+
+    // The first with which all up to it weigh more than that share, in [0, 1), of all. Where rounding leaves none it is
+    // the last that weighs anything; of what are no numbers the last of all.
+    int64_t draw_by(double uniform) {
+        find_best();
+        double left = uniform * weight_of(0, num), rest = 0;  // to be gone beyond, in all and in the chosen part
+        int64_t chosen = -1;
+        for (int64_t part = 0; part < num && left >= 0; part += PART) {
+            double its = weight_of(part, std::min(part + PART, num));
+            if (its > 0) chosen = part, rest = left;
+            left -= its;
+        }
+        if (chosen < 0) return num - 1;
+        int64_t drawn = chosen;
+        for (int64_t t = chosen; t < std::min(chosen + PART, num) && rest >= 0; t++)
+            if (float its = weight(one_scaled(t)); its > 0) drawn = t, rest -= its;
+        return drawn;
     }
 
     // The `most` likeliest by score + noise, and the logarithms of their shares of a softmax of all.

@@ -1,4 +1,4 @@
-"""Coupled draws by the kernels."""
+"""Draws by the kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shared.engine.native.library import Library
-from shared.sampling.coupled import Likeliest
+from shared.sampling.kernels import Likeliest
 
 
-class NativeCoupling:
-    """A `Coupling`; of equals the first come first. Between steps of a model whatever Python does is found in no cache
+class NativeDraws:
+    """`DrawKernels`; of equals the first come first. Between steps of a model whatever Python does is found in no cache
     and takes several times as long, calls of torch most of all: so there are few."""
 
     def __init__(self, library: Library) -> None:
@@ -39,6 +39,15 @@ class NativeCoupling:
         )  # fmt: skip
         firsts = range(0, num_rows * most, most)
         return [ids[i : i + most].tolist() for i in firsts], [logprobs[i : i + most].tolist() for i in firsts]
+
+    def draw_unseeded(self, scores: Tensor, temperatures: Sequence[float], uniforms: Tensor) -> Tensor:
+        scores, (num_rows, vocab_size) = scores.contiguous(), scores.shape
+        temperatures, ids = array("f", temperatures), torch.empty(num_rows, dtype=torch.int64)
+        self._library.drawn_unseeded(
+            scores.data_ptr(), _address(temperatures), uniforms.data_ptr(), num_rows, vocab_size, ids.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return ids
 
 
 def _address(values: array[int] | array[float]) -> int:

@@ -1,4 +1,4 @@
-"""Coupled draws by the kernels, against the definition in float64."""
+"""Draws by the kernels, against the definition in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.native.coupling import NativeCoupling
+from shared.engine.native.draws import NativeDraws
 from tests.support.kernels import INSTRUCTION_SETS, kernels
 
 WORD = (1 << 64) - 1
@@ -55,14 +55,14 @@ def assert_best(values: Tensor, found: Tensor) -> None:
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
-def native(request: pytest.FixtureRequest) -> NativeCoupling:
-    return NativeCoupling(kernels(request.param))
+def native(request: pytest.FixtureRequest) -> NativeDraws:
+    return NativeDraws(kernels(request.param))
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size", "most"), SHAPES)
 @pytest.mark.parametrize("spread", [0.01, 3.0, 400.0])
 def test_the_likeliest_are_the_largest_best_first(
-    native: NativeCoupling, num_rows: int, vocab_size: int, most: int, spread: float
+    native: NativeDraws, num_rows: int, vocab_size: int, most: int, spread: float
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size + num_rows)
     scores = torch.randn((num_rows, vocab_size), generator=generator) * spread
@@ -78,7 +78,7 @@ def test_the_likeliest_are_the_largest_best_first(
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [shape[:2] for shape in SHAPES])
 @pytest.mark.parametrize("spread", [0.01, 3.0, 400.0])
 def test_what_is_drawn_has_the_largest_logprob_with_its_noise(
-    native: NativeCoupling, num_rows: int, vocab_size: int, spread: float
+    native: NativeDraws, num_rows: int, vocab_size: int, spread: float
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size + num_rows)
     scores, (keys, temperatures) = (
@@ -91,7 +91,7 @@ def test_what_is_drawn_has_the_largest_logprob_with_its_noise(
     assert_best(noisy(scores, keys, temperatures), drawn.unsqueeze(1))
 
 
-def test_the_noise_is_the_stream_of_the_key(native: NativeCoupling) -> None:
+def test_the_noise_is_the_stream_of_the_key(native: NativeDraws) -> None:
     """Of scores that are all the same it decides the order, of each and every one."""
     for key in (0, 5, -1, -(1 << 63)):
         ids, logprobs = native.likeliest(torch.zeros(1, 5000), [key], [1.0], 5000)
@@ -102,7 +102,7 @@ def test_the_noise_is_the_stream_of_the_key(native: NativeCoupling) -> None:
         )
 
 
-def test_what_was_looked_at_is_drawn_by(native: NativeCoupling) -> None:
+def test_what_was_looked_at_is_drawn_by(native: NativeDraws) -> None:
     """Whatever was asked for between: more positions than are kept, at once and one after another, other vocabularies,
     and some known with some that are not."""
     dice, generator = random.Random(3), torch.Generator().manual_seed(3)
@@ -117,7 +117,7 @@ def test_what_was_looked_at_is_drawn_by(native: NativeCoupling) -> None:
             assert_best(summed, torch.tensor(native.likeliest(scores, keys, [1.0] * count, 2)[0]))
 
 
-def test_a_row_is_drawn_the_same_whoever_is_beside_it(native: NativeCoupling) -> None:
+def test_a_row_is_drawn_the_same_whoever_is_beside_it(native: NativeDraws) -> None:
     """To the last bit, and where others' scores were divided by their temperatures before, so that its own moved."""
     scores = torch.randn((9, 3000), generator=torch.Generator().manual_seed(2)) * 4
     keys, _ = some_rows(9)
@@ -128,7 +128,7 @@ def test_a_row_is_drawn_the_same_whoever_is_beside_it(native: NativeCoupling) ->
         assert native.draw(moved / temperature, keys, [1.0] * 9).tolist() == together
 
 
-def test_of_equals_the_first_come_first(native: NativeCoupling) -> None:
+def test_of_equals_the_first_come_first(native: NativeDraws) -> None:
     dice = random.Random(1)
     scores = torch.tensor([[float(dice.randrange(3)) for _ in range(100)] for _ in range(20)])
     greedy = [0] * 20, [0.0] * 20
@@ -139,7 +139,7 @@ def test_of_equals_the_first_come_first(native: NativeCoupling) -> None:
 
 @pytest.mark.parametrize("vocab_size", [3, 40])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
-def test_what_is_filtered_out_is_never_found(native: NativeCoupling, vocab_size: int, temperature: float) -> None:
+def test_what_is_filtered_out_is_never_found(native: NativeDraws, vocab_size: int, temperature: float) -> None:
     """Nor does it count: the rest are all there is. And rows that are no numbers have none."""
     scores = torch.full((3, vocab_size), -math.inf)
     scores[0, 2], scores[0, 0] = 1.0, 9.0
@@ -153,8 +153,41 @@ def test_what_is_filtered_out_is_never_found(native: NativeCoupling, vocab_size:
     assert native.draw(scores, *rows).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 1025, 50_257])
+@pytest.mark.parametrize("spread", [0.01, 3.0, 400.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_without_a_seed_it_is_the_inverse_of_what_is_cumulated(
+    native: NativeDraws, vocab_size: int, spread: float, temperature: float
+) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    scores = torch.randn((300, vocab_size), generator=generator) * spread
+    uniforms = torch.rand(300, dtype=torch.float64, generator=generator)
+    uniforms[:4] = torch.tensor([0.0, 1 - 2.0**-53, 0.5, 2.0**-53])
+    scores[::3, vocab_size // 3 + 1 :] = -math.inf  # whole parts of a row, or its end
+    scores[1::3, : vocab_size // 3] = -math.inf
+    drawn = native.draw_unseeded(scores, [temperature] * 300, uniforms).unsqueeze(1)
+    probs = (scores.double() / temperature).softmax(1)
+    cumulated = probs.cumsum(1)
+    assert (probs.gather(1, drawn) > 0).all()
+    assert (cumulated.gather(1, drawn).squeeze(1) >= uniforms - 2e-6).all()
+    assert ((cumulated - probs).gather(1, drawn).squeeze(1) <= uniforms + 2e-6).all()
+
+
+def test_without_a_seed_what_rounding_leaves_is_the_last_that_may_be(native: NativeDraws) -> None:
+    """Never one that was filtered out, however little all of the others seem to weigh together."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn((2000, 5000), generator=generator)
+    scores[:, 3000:] = -math.inf
+    uniforms = torch.full((2000,), 1 - 2.0**-53, dtype=torch.float64)
+    drawn = native.draw_unseeded(scores, [1.0] * 2000, uniforms)
+    assert int(drawn.max()) <= 2999
+    assert int(drawn.min()) >= 2980
+    no_numbers = torch.full((1, 40), math.nan)
+    assert native.draw_unseeded(no_numbers, [1.0], uniforms[:1]).tolist() == [39]
+
+
 @pytest.mark.parametrize("place", [0, 7, 17, 38])
-def test_a_greedy_row_that_is_no_numbers_is_drawn_as_it_is_alone(native: NativeCoupling, place: int) -> None:
+def test_a_greedy_row_that_is_no_numbers_is_drawn_as_it_is_alone(native: NativeDraws, place: int) -> None:
     """Where NumPy, which finds what is largest of steps that are greedy throughout, has it."""
     scores = torch.randn((1, 40), generator=torch.Generator().manual_seed(1))
     scores[0, place] = scores[0, 39] = math.nan
@@ -162,7 +195,7 @@ def test_a_greedy_row_that_is_no_numbers_is_drawn_as_it_is_alone(native: NativeC
 
 
 def test_scores_may_lie_apart_in_memory() -> None:
-    native = NativeCoupling(kernels(INSTRUCTION_SETS[0]))
+    native = NativeDraws(kernels(INSTRUCTION_SETS[0]))
     scores, rows = torch.randn((40, 6), generator=torch.Generator().manual_seed(1)), some_rows(6)
     assert native.likeliest(scores.T, *rows, 5) == native.likeliest(scores.T.contiguous(), *rows, 5)
     assert torch.equal(native.draw(scores.T, *rows), native.draw(scores.T.contiguous(), *rows))
