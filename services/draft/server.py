@@ -145,7 +145,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
             sequence, Foresight(self._foresight), acceptance=Acceptance(self._acceptance)
         )
         self._manuscripts[sequence] = self._source.begin(
-            propose.token_ids, propose.num_prompt_tokens, propose.cache_salt
+            propose.token_ids, propose.num_prompt_tokens, propose.cache_salt, sequence.params.greedy
         )
         self.engine.scheduler.add(sequence)
 

@@ -53,19 +53,18 @@ class SuffixSource:
         self._num_running_tokens = 0
         self._running_by_tenant: Counter[bytes] = Counter()
         self._past = PastOutputs()
-        self._calibration = Calibration()
-        self._looking = Looking()
+        # Of sequences that are greedy, and of the others, whose tokens are harder to foresee.
+        self._experience = {greedy: (Calibration(), Looking()) for greedy in (True, False)}
 
     @property
     def num_tokens(self) -> int:
         """Remembered by now."""
         return self._num_running_tokens + self._past.num_tokens
 
-    def begin(self, token_ids: Sequence[int], num_prompt_tokens: int, tenant: bytes) -> Manuscript:
+    def begin(self, token_ids: Sequence[int], num_prompt_tokens: int, tenant: bytes, greedy: bool = True) -> Manuscript:
         """A sequence comes, with what is committed of it."""
-        manuscript = Manuscript(
-            tenant, num_prompt_tokens, Calibration(self._calibration), Looking(self._looking), SuffixIndex()
-        )
+        calibration, looking = self._experience[greedy]
+        manuscript = Manuscript(tenant, num_prompt_tokens, Calibration(calibration), Looking(looking), SuffixIndex())
         self._extend(manuscript, token_ids)
         return manuscript
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-# A look counts so much against those before it, and so much at most: in plain steps of the sequence.
-_WEIGHT: Final = 0.05
+# A look counts so much against those before it, of a sequence and of all, and so much at most: in plain steps of the
+# sequence. Most looks find nothing and cost a twentieth of a step, few spare one or two: who gives up behind thirty in
+# a row often does so by chance.
+_WEIGHT: Final = 0.01
+_WEIGHT_OF_ALL: Final = 0.005
 _MOST: Final = 4.0
 # What it is taken to bring before anything was seen; and at least by each new sequence, whose text may be another.
 _CREDIT: Final = 0.2
-_LEAST_CREDIT: Final = 0.02
+_LEAST_CREDIT: Final = 0.01
 # Where looking closely does not pay it is done in one step of so many.
 _STEPS_APART: Final = 32
 
@@ -43,6 +46,7 @@ class Looking:
     def observe(self, spared: float, spent: float) -> None:
         """A close look spared so many plain steps of its sequence, and took, with verifying what it found, as much time
         as so many of them."""
-        self._worth += _WEIGHT * (min(spared, _MOST) - min(spent, _MOST) - self._worth)
+        weight = _WEIGHT_OF_ALL if self._prior is None else _WEIGHT
+        self._worth += weight * (min(spared, _MOST) - min(spent, _MOST) - self._worth)
         if self._prior is not None:
             self._prior.observe(spared, spent)

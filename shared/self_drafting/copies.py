@@ -62,7 +62,9 @@ class Copies:
         self._num_left -= num_known - num_before
         num_steps = 1
         if known is None:
-            manuscript = self._source.begin(tokens[:num_known], sequence.num_prompt_tokens, sequence.root_hash)
+            manuscript = self._source.begin(
+                tokens[:num_known], sequence.num_prompt_tokens, sequence.root_hash, sequence.params.greedy
+            )
         else:
             manuscript = known[0]
             if _may_rest(manuscript):

@@ -49,3 +49,17 @@ def test_a_new_sequence_starts_from_what_others_found() -> None:
         look(Looking(everybody), 0.0, 0.1, 100, seed)
     # A look at first, and soon no more.
     assert look(Looking(), 0.0, 0.1, 320) > 28 / 320 >= look(Looking(everybody), 0.0, 0.1, 320)
+
+
+def test_what_pays_rarely_is_done_on_where_it_finds_nothing_for_a_while() -> None:
+    """Most looks find nothing: of many sequences that each look some hundred times hardly any gives up by chance."""
+    everybody = Looking()
+    look(everybody, 0.2, 0.05, 2000)
+    shares = [look(Looking(everybody), 0.2, 0.05, 150, seed) for seed in range(100)]
+    assert sum(share == 1.0 for share in shares) > 90
+
+
+def test_where_it_does_not_pay_new_sequences_hardly_look() -> None:
+    everybody = Looking()
+    shares = [look(Looking(everybody), 0.02, 0.06, 150, seed) for seed in range(60)]
+    assert sum(shares[20:]) / 40 < 0.2

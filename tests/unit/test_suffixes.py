@@ -230,7 +230,7 @@ def test_what_was_held_to_be_worthless_is_tried_again() -> None:
     source = SuffixSource(100_000)
     for guess in range(10):
         for _ in range(200):
-            source._calibration.observe(guess / 10 + 0.05, False)
+            source._experience[True][0].observe(guess / 10 + 0.05, False)
     passage = list(range(500, 540))
     manuscript = source.begin(passage * 2, 80, b"")
     proposed = []
@@ -249,3 +249,16 @@ def test_what_is_not_verified_teaches_too() -> None:
     assert source.propose(manuscript, 1).proposal.token_ids == (3,)
     source.commit(manuscript, [3])
     assert manuscript.calibration.likelihood(2 / 3) > before
+
+
+def test_sampled_sequences_begin_with_what_such_had_copied() -> None:
+    """Which is accepted less often than what greedy ones had."""
+    source = SuffixSource(100_000)
+    for is_greedy in (True, False) * 40:
+        told = source.begin([], 0, b"a", is_greedy)
+        told.calibration.observe(0.85, is_greedy)
+        told.looking.observe(float(is_greedy), 0.1)
+    greedy, sampled = source.begin([], 0, b"a", True), source.begin([], 0, b"a", False)
+    assert greedy.calibration.likelihood(0.85) > 0.9
+    assert sampled.calibration.likelihood(0.85) < 0.2
+    assert greedy.looking._worth > 2 * sampled.looking._worth
