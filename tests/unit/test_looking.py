@@ -54,8 +54,8 @@ def test_a_new_sequence_starts_from_what_others_found() -> None:
 def test_what_pays_rarely_is_done_on_where_it_finds_nothing_for_a_while() -> None:
     """Most looks find nothing: of many sequences that each look some hundred times hardly any gives up by chance."""
     everybody = Looking()
-    look(everybody, 0.2, 0.05, 2000)
-    shares = [look(Looking(everybody), 0.2, 0.05, 150, seed) for seed in range(100)]
+    look(everybody, 0.1, 0.05, 2000)
+    shares = [look(Looking(everybody), 0.1, 0.05, 150, seed) for seed in range(100)]
     assert sum(share == 1.0 for share in shares) > 90
 
 
