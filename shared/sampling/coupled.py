@@ -23,8 +23,7 @@ def draw_coupled(logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         return argmax(logits)
     kernels = kernels_for(logits)
     if kernels is not None:
-        keys = _keys(rows)
-        scores, temperatures = scores_for_kernels(logits, rows, temperatures_of(rows))
+        keys, (scores, temperatures) = _keys(rows), scores_for_kernels(logits, rows)
         return kernels.draw(scores, keys, temperatures)
     return argmax(coupled_scores(sampling_logprobs(logits, rows), rows))
 
@@ -34,8 +33,7 @@ def likeliest_coupled(logits: Tensor, rows: Sequence[SampleRows], most: int) -> 
     Raises as `coupled_scores`."""
     kernels = kernels_for(logits)
     if kernels is not None:
-        keys = _keys(rows)
-        scores, temperatures = scores_for_kernels(logits, rows, temperatures_of(rows))
+        keys, (scores, temperatures) = _keys(rows), scores_for_kernels(logits, rows)
         return kernels.likeliest(scores, keys, temperatures, most)
     # On CPUs torch normalises all of them in half the time that `logsumexp` takes.
     best, ids = coupled_scores(sampling_scores(logits, rows), rows).log_softmax(1).topk(most)

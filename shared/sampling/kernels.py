@@ -43,10 +43,9 @@ def kernels_for(logits: Tensor) -> DrawKernels | None:
     return _kernels if logits.device.type == "cpu" else None
 
 
-def scores_for_kernels(
-    logits: Tensor, rows: Sequence[SampleRows], temperatures: Sequence[float]
-) -> tuple[Tensor, Sequence[float]]:
-    """Of `logits` [R, V] what kernels take, who do what they can themselves; `temperatures`: the rows' own."""
+def scores_for_kernels(logits: Tensor, rows: Sequence[SampleRows]) -> tuple[Tensor, list[float]]:
+    """Of `logits` [R, V] the scores and temperatures that kernels take, who do what they can themselves."""
+    temperatures = temperatures_of(rows)
     if any(narrows(sequence.params) or adjusts(sequence) for sequence in rows):
         return sampling_scores(logits, rows), [float(temperature > 0) for temperature in temperatures]
     return logits if logits.dtype == torch.float32 else logits.float(), temperatures

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.sampling.filters import sampling_logprobs
-from shared.sampling.kernels import kernels_for, scores_for_kernels, temperatures_of
+from shared.sampling.kernels import kernels_for, scores_for_kernels
 from shared.sampling.rejection import draw
 from shared.sampling.rows import SampleRows
 
@@ -19,6 +19,6 @@ def draw_unseeded(logits: Tensor, rows: Sequence[SampleRows], generator: torch.G
     kernels = kernels_for(logits)
     if kernels is None:
         return draw(sampling_logprobs(logits, rows).exp_(), generator)
-    scores, temperatures = scores_for_kernels(logits, rows, temperatures_of(rows))
+    scores, temperatures = scores_for_kernels(logits, rows)
     uniforms = torch.rand(len(logits), dtype=torch.float64, generator=generator)
     return kernels.draw_unseeded(scores, temperatures, uniforms)
