@@ -57,7 +57,9 @@ static inline void largest_of_row(int64_t num, int64_t most, int64_t *ids, float
 // and a temperature of 0.
 class Draws {
     const float *scores, *noise;
-    float temperature, best = 0.0f;
+    float temperature;
+    int64_t num;
+    float best = 0.0f;
 
     Floats scaled(int64_t t) const {
         Floats x = load(scores + t) - best;
@@ -86,8 +88,6 @@ class Draws {
     }
 
   public:
-    const int64_t num;
-
     Draws(const float *scores, const float *noise, float temperature, int64_t num)
         : scores(scores), noise(noise), temperature(temperature > 0 ? temperature : 1.0f), num(num) {}
 
@@ -101,7 +101,7 @@ class Draws {
         return id;
     }
 
-    // The first that is no number; -1 if all are.
+    // The first that is no number; -1 where each is one.
     int64_t find_nan() const {
         auto differs = [](Floats x) { Ints at = x != x; return largest(Floats(at & 0x3F800000)) > 0.0f; };
         int64_t t = 0;
