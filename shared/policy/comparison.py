@@ -9,17 +9,17 @@ class Side:
 
     def __init__(self) -> None:
         self.num_steps = self.num_measured = 0
-        self._tokens = 0
+        self.num_tokens = 0.0
         self._waited = self._seconds = 0.0
         # Of the longest of all.
-        self._longest, self._tokens_of_longest = 0.0, 0
+        self._longest, self._tokens_of_longest = 0.0, 0.0
 
-    def observe(self, num_tokens: int, seconds: float | None, waited: float) -> None:
+    def observe(self, num_tokens: float, seconds: float | None, waited: float) -> None:
         """A step brought so many tokens, took that long, or nobody knows, and waited so long before."""
         if seconds is None and not self.num_measured:
             return
         self.num_steps += 1
-        self._tokens += num_tokens
+        self.num_tokens += num_tokens
         self._waited += waited
         if seconds is None:
             return
@@ -31,15 +31,20 @@ class Side:
     @property
     def rate(self) -> float:
         """Tokens a second; 0 as long as no step was measured."""
-        return self._rate(self._tokens, self.num_steps, self._seconds, self.num_measured)
+        return self._rate(self.num_tokens, self.num_steps, self._seconds, self.num_measured)
+
+    @property
+    def seconds_apart(self) -> float:
+        """Of a step and of what it waited; once some were measured."""
+        return self._seconds / self.num_measured + self._waited / self.num_steps
 
     @property
     def rate_but_longest(self) -> float:
         """And without the longest step; 0 as long as no other was measured."""
-        tokens, seconds = self._tokens - self._tokens_of_longest, self._seconds - self._longest
+        tokens, seconds = self.num_tokens - self._tokens_of_longest, self._seconds - self._longest
         return self._rate(tokens, self.num_steps - 1, seconds, self.num_measured - 1)
 
-    def _rate(self, num_tokens: int, num_steps: int, seconds: float, num_measured: int) -> float:
+    def _rate(self, num_tokens: float, num_steps: int, seconds: float, num_measured: int) -> float:
         if num_measured <= 0 or seconds <= 0:
             return 0.0
         return num_tokens / num_steps / (seconds / num_measured + self._waited / self.num_steps)

@@ -12,7 +12,7 @@ _WEIGHT_OF_ALL: Final = 0.005
 _MOST: Final = 4.0
 # What it is taken to bring before anything was seen; and at least by each new sequence, whose text may be another.
 _CREDIT: Final = 0.2
-_LEAST_CREDIT: Final = 0.01
+_LEAST_CREDIT: Final = 0.005
 # Where looking closely does not pay it is done in one step of so many.
 _STEPS_APART: Final = 32
 

@@ -176,18 +176,28 @@ class SelfDraftingPolicy:
             at.wait(sum(min(step.waited, _LONGEST_WAIT * plain) for step in steps) / num_steps, num_steps)
             seconds += sum(min(step.looking, plain) for step in steps)
             waited = num_steps * min(at.waited(Way.PLAIN), _MOST_WAITED * plain)
-            at.observe(Way.PLAIN, num_tokens, seconds, waited, num_steps)
+            at.observe(Way.PLAIN, num_tokens, seconds, waited, load, num_steps)
 
-    def observe(self, load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
-        """A step of `load` sequences brought so many tokens, drafting included in its time. No prompt was in it, and
-        nothing that would have been drafted whatever was decided. Before it they `waited` for their owners, who
-        take in a message of several tokens sooner than as many messages."""
+    def observe(
+        self,
+        load: int,
+        way: Way,
+        num_tokens: int,
+        seconds: float,
+        waited: float = 0.0,
+        num_sequences: int | None = None,
+    ) -> None:
+        """A step of `load` sequences, with those that are to come, brought so many tokens of so many of them (None: of
+        all), drafting included in its time. No prompt was in it, and nothing that would have been drafted whatever was
+        decided. Before it they `waited` for their owners, who take in a message of several tokens sooner than as many
+        messages."""
         at, plain = self._at(load), self._costs.seconds(load, 0)
         at.wait(min(waited, _LONGEST_WAIT * plain))
         before = at.step_seconds(way)
         if seconds > _MOST_TIMES * before:
             seconds = min(seconds, _MOST_TIMES * max(before, plain))
-        at.observe(way, num_tokens, seconds, min(at.waited(way), _MOST_WAITED * plain))
+        waited = min(at.waited(way), _MOST_WAITED * plain)
+        at.observe(way, num_tokens, seconds, waited, load if num_sequences is None else num_sequences)
 
     def _expected(self, num_left: int) -> float:
         """How many of so many tokens that a sequence may still write it will, as far as others tell: clients allow for

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
-from shared.policy.comparison import Comparison
+from shared.policy.comparison import Comparison, Side
+from shared.policy.goodput import Goodput, Yield
+from shared.policy.rest import Rest
 
-# Of what steps brought so much is remembered, in steps.
-_MEMORY_STEPS: Final = 50.0
-_KEPT: Final = 1 - 1 / _MEMORY_STEPS
-# And a trial's outcome counts so much against those of the trials before it, or more while these are few.
+# A trial's outcome counts so much against those of the trials before it, or more while these are few.
 _TRIAL_WEIGHT: Final = 0.3
 # What was not tried yet is tried for so many steps, and so is again what seemed to be worse: for more where they are
 # short, until there were so many seconds or steps.
@@ -29,11 +28,13 @@ _MEASURED_STEPS: Final = 3
 # forgotten as soon as it is seen.
 _TIMES_IN_DOUBT: Final = 4
 _FEW_TRIALS: Final = 3
-# In turns with what is gone, of so many steps each at least, and twice as long as it takes to settle. What the first
-# takes, and others that begin before, does not count, but what such steps take: what those of the other way brought is
-# being taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round
-# takes 1.6 times as long as others, and the next two 1.25 times.
+# In turns with what is gone, of so many steps each at least, and so many times as long as it takes to settle, plain
+# ones or others: plain steps are alike, what drafts bring is a matter of luck. What the first takes, and others that
+# begin before it has settled, does not count, but what such steps take: what those of the other way brought is being
+# taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round takes
+# 1.6 times as long as others, and the next two 1.25 times.
 _TURN: Final = 3
+_TURN_OF_PLAIN, _TURN_OF_DRAFTS = 2, 4
 _SETTLING_SECONDS: Final = 0.006
 # But for no more than so many times as many that are begun: others' prompts may be in each, or there is nobody to try
 # it with, and a step behind such a one does not count either. It goes on where it ended when its time comes again.
@@ -43,11 +44,12 @@ _MOST_BEGUN: Final = 8
 _TRIAL_SHARE: Final = 0.01
 _MOST_IN_VAIN: Final = 4
 _LEAST_TRIALS_APART: Final = 5.0
-# One way gives way to another only if that brings so many times as much.
+# One way gives way to another only if that brings so many times as much; one that does so in a trial, for all that is
+# known from others, is tried again soon.
 _KEEP: Final = 1.02
-# Drafts take so much more of their steps' time than these show: who takes in what they bring has the same cores. Of a
-# tiny target trees made 0.95 of what plain steps did where trials, with 0.025 here, found them to bring about as much.
-_UNSEEN: Final = 0.04
+_SURPRISE: Final = 1.15
+# Drafts take so much more of their steps' time than these show: who takes in what they bring has the same cores.
+_UNSEEN: Final = 0.01
 # A new wait counts so much against those before it.
 _WEIGHT_OF_WAIT: Final = 0.03
 # Of waits behind two ways their ratio is remembered, as far as they are longer than so much of a step.
@@ -69,47 +71,20 @@ class Way(Enum):
         return self is not Way.PLAIN
 
 
-class _Goodput:
-    """Tokens a second, by the latest steps and what they waited."""
-
-    def __init__(self) -> None:
-        self.num_seen = 0
-        self.num_steps = 0.0
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._waited = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self._tokens / (self._seconds + self._waited) if self._seconds > 0 else 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        return self._seconds / self.num_steps if self.num_steps else 0.0
-
-    def observe(self, num_tokens: int, seconds: float, waited: float, num_steps: int = 1) -> None:
-        """Of so many steps together, all alike."""
-        kept = _KEPT**num_steps
-        share = (1 - kept) / (1 - _KEPT) / num_steps  # of them that is not forgotten at once
-        self.num_seen += num_steps
-        self.num_steps = self.num_steps * kept + share * num_steps
-        self._tokens = self._tokens * kept + share * num_tokens
-        self._seconds = self._seconds * kept + share * seconds
-        self._waited = self._waited * kept + share * waited
-
-
 class _Known:
     """Of one way: what it brought, and when it is tried again while another is gone."""
 
     def __init__(self) -> None:
-        self.goodput = _Goodput()
+        self.goodput = Goodput()
         # Its latest trial, and whether it ended before enough was seen.
         self.compared = Comparison()
         self.is_unfinished = False
         # Whether the latest that it was in ended without telling which brings more.
         self.is_in_doubt = False
-        # Of tokens a second, over those of the others: a logarithm.
-        self.log_rate = 0.0
+        # Tokens of a sequence in a step. And how long that takes against the others' steps, as a logarithm, and whether
+        # that is known.
+        self.brought = Yield()
+        self.log_seconds, self.is_compared = 0.0, False
         # What is waited on average before the step behind one.
         self.waited: float | None = None
         # Trials in a row that changed nothing.
@@ -119,6 +94,10 @@ class _Known:
         self.next_trial = 0.0
         self.apart = 0.0
         self.patience = 0.0
+
+    @property
+    def relative_rate(self) -> float:
+        return self.brought.mean / math.exp(self.log_seconds)
 
     @property
     def trial_share(self) -> float:
@@ -147,6 +126,7 @@ class Ways:
         self._is_behind_other = False
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
+        self._rest = Rest()
         # Of the latest step.
         self._latest: Way | None = None
         # How many times as much as that the best way brings.
@@ -173,13 +153,13 @@ class Ways:
             self._settled = 0.0
         elif self._is_open:  # nobody told of the step before: most such have prompts, which take as long as to settle
             self._settled = max(self._settled, _SETTLING_SECONDS)
-            self._turn_seconds = max(self._turn_seconds, 2 * _SETTLING_SECONDS)
+            self._turn_seconds = max(self._turn_seconds, self._turn_length)
         self._is_open = True
         return way
 
     def _choose(self, may_try: bool) -> Way:
         if self._tried is not None:
-            is_long = self._turn_steps >= _TURN and self._turn_seconds >= 2 * _SETTLING_SECONDS
+            is_long = self._turn_steps >= _TURN and self._turn_seconds >= self._turn_length
             if is_long and (self._is_turn_measured or not self._is_its_turn):
                 self._begin_turn(not self._is_its_turn)
             if not self._is_its_turn:
@@ -204,9 +184,13 @@ class Ways:
         return self._seconds >= self._drafts_at
 
     def times(self, way: Way) -> float:
-        """How many times as much that way brings as the one that is gone. What they brought other than in turns
-        says nothing: a machine is faster or slower from one minute to the next, and texts are others."""
-        return math.exp(self._known[way].log_rate - self._known[self.way].log_rate)
+        """How many times as much that way brings as the one that is gone; 1 as long as that is not known. How long
+        steps take says nothing but in turns: a machine is faster or slower from one minute to the next. What the one
+        that is gone brings in them is known from more steps than these."""
+        its, now = self._known[way], self._known[self.way]
+        if not (its.is_compared and now.is_compared):
+            return 1.0
+        return its.relative_rate / now.relative_rate
 
     def is_known(self, way: Way) -> bool:
         return self._known[way].goodput.num_seen > 0
@@ -252,9 +236,11 @@ class Ways:
         if not self.way.drafts:
             self._following += seconds
 
-    def observe(self, way: Way, num_tokens: int, seconds: float, waited: float, num_steps: int = 1) -> None:
-        """A step brought so many tokens, and what is waited on average behind such a step. Or so many did, and all of
-        them waited so long, while nothing was tried."""
+    def observe(
+        self, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int = 1, num_steps: int = 1
+    ) -> None:
+        """A step brought so many tokens, of so many sequences, and what is waited on average behind such a step. Or so
+        many did, and all of them waited so long, while nothing was tried."""
         is_chosen = self._is_open and way is self._chosen
         settles = is_chosen and (self._settled < _SETTLING_SECONDS or self._is_behind_other)
         self._latest = way
@@ -265,6 +251,8 @@ class Ways:
             self._settled += seconds
             self._is_turn_measured |= not settles
         self._is_open = False
+        if way is self.way is Way.PLAIN and self._tried is None and not self.may_draft():
+            self._rest.observe(seconds, waited, num_steps)
         self._seconds += seconds
         # While drafts are only tried theirs is the share of the tokens that they bring, and not of all.
         share = self._pay(num_tokens) if way.drafts or not self.way.drafts else 0.0
@@ -274,16 +262,24 @@ class Ways:
             waited += share
         if tried is None or not settles:
             self._known[way].goodput.observe(num_tokens, seconds, waited + unseen, num_steps)
+        if way is self.way:
+            self._known[way].brought.observe(num_tokens / num_sequences, num_steps)
         if tried is None or not is_chosen:
             return
         side = tried.compared.gone if way is self.way else tried.compared.tried
-        side.observe(num_tokens, None if settles else seconds + unseen, waited)
+        side.observe(num_tokens / num_sequences, None if settles else seconds + unseen, waited)
         if self._is_enough(tried.compared):
             self._conclude()
 
     @property
-    def _now(self) -> _Goodput:
+    def _now(self) -> Goodput:
         return self._known[self.way].goodput
+
+    @property
+    def _turn_length(self) -> float:
+        """In seconds, at least."""
+        way = self._tried if self._tried is not None and self._is_its_turn else self.way
+        return (_TURN_OF_DRAFTS if way.drafts else _TURN_OF_PLAIN) * _SETTLING_SECONDS
 
     @property
     def _enough_steps(self) -> int:
@@ -312,7 +308,7 @@ class Ways:
         self._tried, self._num_begun, self._trial_seconds = way, 0, 0.0
         self._begin_turn(True)
         if not known.is_unfinished:
-            known.goodput, known.compared = _Goodput(), Comparison()
+            known.goodput, known.compared = Goodput(), Comparison()
         known.is_unfinished = False
         self._note_due()
 
@@ -330,6 +326,8 @@ class Ways:
         self._known[tried].num_in_vain += 1
         self._known[tried].is_in_doubt = False
         if self.times(tried) > _KEEP:
+            if before is Way.PLAIN:
+                self._rest.end()
             self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
             self.way = tried
             for known in self._known.values():
@@ -341,7 +339,7 @@ class Ways:
         lost = max(0.0, 1 - self.times(other))
         few = self._num_compared[frozenset((tried, before))] <= _FEW_TRIALS
         known.is_in_doubt = few and not compared.is_certain(1.0)
-        if self.way is before and found > _KEEP:  # for all that was believed: soon again
+        if self.way is before and found > _SURPRISE:  # for all that was believed: soon again
             lost, known.num_in_vain = 0.0, 0
         trial = self._trial_steps * max(self.step_seconds(before), self.step_seconds(tried))
         known.patience = trial * _LEAST_TRIALS_APART
@@ -352,15 +350,24 @@ class Ways:
 
     def _learn(self, tried: Way) -> float:
         """How many times as much it brought in its trial."""
-        compared = self._known[tried].compared
-        rate, now = compared.tried.rate, compared.gone.rate
-        if min(rate, now) <= 0:
+        its, now = self._known[tried], self._known[self.way]
+        compared = its.compared
+        if min(compared.tried.rate, compared.gone.rate) <= 0:
             return 0.0
-        pair, num = frozenset((tried, self.way)), _TIMES_IN_DOUBT if self._known[tried].is_in_doubt else 1
+        its.brought.observe(compared.tried.num_tokens, compared.tried.num_steps, _TRIAL_WEIGHT)
+        if self.way is Way.PLAIN:
+            self._rest.compare(compared.gone.seconds_apart)
+        took = math.log(self._alone(tried, compared.tried) / self._alone(self.way, compared.gone))
+        pair, num = frozenset((tried, self.way)), _TIMES_IN_DOUBT if its.is_in_doubt else 1
         self._num_compared[pair] += num
         weight = max(_TRIAL_WEIGHT, num / self._num_compared[pair])
-        self._known[tried].log_rate += weight * math.log(rate / now / self.times(tried))
-        return rate / now
+        its.log_seconds += weight * (took - (its.log_seconds - now.log_seconds))
+        its.is_compared = now.is_compared = True
+        return compared.tried.rate / compared.gone.rate
+
+    def _alone(self, way: Way, side: Side) -> float:
+        """Seconds that such a step takes if none of another way are between."""
+        return side.seconds_apart / (1.0 if way.drafts else self._rest.times)
 
     def _postpone(self, ways: Iterable[Way], seconds: float) -> None:
         """It came to nothing, of so many seconds: there was nothing to be seen, or nobody to try it with."""

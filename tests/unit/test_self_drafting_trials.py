@@ -33,14 +33,15 @@ def test_short_steps_are_tried_for_longer_and_in_turns(seconds: float, num: int)
     first = next(i for i, (way, _) in enumerate(turns) if way is Way.CHAIN)
     trial, second = turns[1:first], turns[first : first + len(turns[1:first])]
     assert turns[0] == (Way.TREE, 8)
-    assert [way for way, _ in trial] == [Way.PLAIN, Way.TREE] * (len(trial) // 2)
     # All but the first step of either, and those that begin within its first 6 ms, count, and it ends as soon as both
     # have enough.
-    turn, settling = max(3, math.ceil(0.012 / seconds)), math.ceil(0.006 / seconds)
-    assert [length for _, length in trial[:-1]] == [turn] * (len(trial) - 1)
-    assert sum(length for way, length in trial if way is Way.TREE) == num + settling
-    assert num < sum(length for way, length in trial if way is Way.PLAIN) <= num + settling + turn
-    assert second[:-1] == [(Way.CHAIN if way is Way.PLAIN else way, length) for way, length in trial[:-1]]
+    settling = math.ceil(0.006 / seconds)
+    for tried, steps in (Way.PLAIN, trial), (Way.CHAIN, second):
+        assert all(way is (Way.TREE if i % 2 else tried) for i, (way, _) in enumerate(steps))
+        lengths = [max(3, math.ceil((0.024 if way.drafts else 0.012) / seconds)) for way, _ in steps]
+        assert [length for _, length in steps[:-1]] == lengths[:-1], "drafts for longer"
+    made = [sum(length for way, length in trial if way is each) for each in (Way.PLAIN, Way.TREE)]
+    assert min(made) == num + settling
 
 
 def test_a_step_behind_one_of_the_other_way_does_not_count() -> None:

@@ -33,15 +33,18 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     fixed = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft(2))
     free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
     policy, told = drafting_of(engine)[0]._policy, 0
+    by_how_many: list[int] = []
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
         nonlocal told
         told += num_tokens
+        by_how_many.append(num_sequences)
 
     policy.observe = note  # type: ignore[method-assign]
     write(engine, [fixed, free])
     # But for the first of each, whose prompt is in its step.
     assert 290 <= told <= 305
+    assert set(by_how_many[3:]) == {1}, "as many as the tokens are of"
     told = 0
     write(engine, [sequence(next(prompts), max_tokens=50, self_draft=SelfDraft(2))])
     assert told == 0
@@ -51,7 +54,7 @@ def test_steps_in_which_all_have_copies_say_nothing_of_a_drafter(tmp_path: Path)
     engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, copied_tokens=5000, num_blocks=200)
     proposer, told = drafting_of(engine)[0], 0
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
         nonlocal told
         told += 1
 
@@ -75,7 +78,7 @@ def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
     proposer._clock = lambda: now
     told: list[float] = []
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
         told.append(waited)
 
     proposer._policy.observe = note  # type: ignore[method-assign]
@@ -381,7 +384,7 @@ def test_what_it_takes_to_decide_is_only_what_drafts_take(tmp_path: Path, gone: 
         now += 1.0
         return gone
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0) -> None:
+    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
         assert way is gone
         told.append(seconds)
 
@@ -405,7 +408,7 @@ def test_what_verifying_takes_is_shared_by_those_whose_tokens_are_verified(tmp_p
     proposer._rounds = {each: _Round(Proposal((5,), sources=("suffix",)), 3) for each in many}
     share = 0.01 / 16
     assert sum(proposer._worth(each, 0.0)[1] for each in many) * share == pytest.approx(0.0005, rel=0.03)
-    assert proposer._worth(many[0], share)[1] == pytest.approx(1 + 0.05, rel=0.01)
+    assert proposer._worth(many[0], share)[1] == pytest.approx(1.5 + 0.05, rel=0.01), "looking costs more than it takes"
 
 
 def test_what_comes_behind_verifying_is_a_part_of_what_it_takes(tmp_path: Path) -> None:
@@ -424,7 +427,7 @@ def test_what_comes_behind_verifying_is_a_part_of_what_it_takes(tmp_path: Path) 
     proposer._rounds = {one: _Round(Proposal((5,), sources=("suffix",)), 3)}
     verifying = policy.step_seconds(1, 1) - policy.step_seconds(1, 0)
     assert proposer._worth(one, 0.003)[1] * policy.step_seconds(1, 0) == pytest.approx(
-        0.003 + verifying + 0.002, rel=0.1
+        0.0045 + verifying + 0.002, rel=0.1
     )
 
 
