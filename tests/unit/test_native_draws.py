@@ -186,6 +186,20 @@ def test_without_a_seed_what_rounding_leaves_is_the_last_that_may_be(native: Nat
     assert native.draw_unseeded(no_numbers, [1.0], uniforms[:1]).tolist() == [39]
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_without_a_seed_what_rounding_leaves_of_a_part_is_not_its_last_tokens(
+    native: NativeDraws, num_parts: int
+) -> None:
+    """Many that weigh little beside few that weigh much, whose sum of floats is too large by some millionths."""
+    scores = torch.full((1, 1024), math.log(6.1e-8))
+    scores[0, :16], scores[0, -1] = 0.0, -80.0
+    scores = scores.repeat(1, num_parts)
+    ends = [(part + 1) / num_parts for part in range(num_parts)]
+    uniforms = torch.tensor([end - 10.0**-i for i in range(5, 9) for end in ends], dtype=torch.float64)
+    drawn = native.draw_unseeded(scores.expand(len(uniforms), -1), [1.0] * len(uniforms), uniforms)
+    assert (drawn % 1024 != 1023).all()
+
+
 @pytest.mark.parametrize("place", [0, 7, 17, 38])
 def test_a_greedy_row_that_is_no_numbers_is_drawn_as_it_is_alone(native: NativeDraws, place: int) -> None:
     """Where NumPy, which finds what is largest of steps that are greedy throughout, has it."""

@@ -80,3 +80,13 @@ def test_memory_is_that_of_so_many_numbers_however_many_rows_there_were_before(w
     places = {where(num, key)[0] for key in range(1, 400)}
     assert len(places) * num <= 1 << 24
     assert len(set(where(num, *range(1, 130)))) == 129
+
+
+def test_what_many_took_that_were_wanted_at_once_is_given_back(where: Where) -> None:
+    num = 1 << 17  # of which 128 rows are kept
+    assert len(set(where(num, *range(1, 201)))) == 200
+    first = where(num, *range(1, 201))
+    assert where(num, *range(1, 101)) == first[:100], "while half of them are wanted, or it is twice what is usual"
+    assert len(set(where(num, *range(1, 400)))) == 399
+    places = {where(num, key)[0] for key in range(1, 400)}
+    assert len(places) == 128

@@ -137,8 +137,12 @@ class Draws {
             left -= its;
         }
         if (chosen < 0) return num - 1;
-        int64_t drawn = chosen;
-        for (int64_t t = chosen; t < std::min(chosen + PART, num) && rest >= 0; t++)
+        int64_t drawn = chosen, end = std::min(chosen + PART, num);
+        // As much of what its tokens weigh apart: what rounding makes of that would all be its last token's.
+        double apart = 0;
+        for (int64_t t = chosen; t < end; t++) apart += weight(one_scaled(t));
+        rest *= apart / weight_of(chosen, end);
+        for (int64_t t = chosen; t < end && rest >= 0; t++)
             if (float its = weight(one_scaled(t)); its > 0) drawn = t, rest -= its;
         return drawn;
     }

@@ -28,10 +28,12 @@ class NoiseCache {
     std::unordered_map<uint64_t, int64_t> place_of;
 
     void make_room(int64_t num, int64_t num_keys) {
-        if (num <= width && num_keys <= int64_t(places.size())) return;
         // What is made for many tokens begins with what is made for fewer.
-        width = std::max(num, width);
-        int64_t count = std::max(std::min(MOST_ROWS, MOST_NUMBERS / width), num_keys);
+        int64_t wide = std::max(num, width), usual = std::min(MOST_ROWS, MOST_NUMBERS / wide), had = places.size();
+        bool is_too_much = had > 2 * std::max(usual, num_keys);  // of many that were wanted once
+        if (wide == width && num_keys <= had && !is_too_much) return;
+        width = wide;
+        int64_t count = std::max(usual, num_keys);
         numbers.reset(new float[count * width]);
         places.assign(count, Place{});
         place_of.clear();
