@@ -34,6 +34,11 @@ class Side:
         return self._rate(self.num_tokens, self.num_steps, self._seconds, self.num_measured)
 
     @property
+    def tokens_each(self) -> float:
+        """Of a step; once there was one."""
+        return self.num_tokens / self.num_steps
+
+    @property
     def seconds_apart(self) -> float:
         """Of a step and of what it waited; once some were measured."""
         return self._seconds / self.num_measured + self._waited / self.num_steps

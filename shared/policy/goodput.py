@@ -7,8 +7,9 @@ from typing import Final
 # Of what steps brought in which time so much is remembered, in steps.
 _MEMORY_STEPS: Final = 50.0
 _KEPT: Final = 1 - 1 / _MEMORY_STEPS
-# And of what they brought, whatever the time: that is a matter of luck, and wants more of them.
-_REMEMBERED_STEPS: Final = 100.0
+# And of what they brought, whatever the time: that is a matter of luck. Were more of them remembered, texts that change
+# would be compared with others.
+_REMEMBERED_STEPS: Final = 60
 
 
 class Goodput:
@@ -50,11 +51,9 @@ class Yield:
 
     def __init__(self) -> None:
         self.mean = 0.0
-        self._num_steps = 0.0
+        self._num_steps = 0
 
-    def observe(self, num_tokens: float, num_steps: int = 1, least_weight: float = 0.0) -> None:
-        """Of so many steps together, which count so much at least against those before them."""
+    def observe(self, num_tokens: float, num_steps: int = 1) -> None:
+        """Of so many steps together."""
         self._num_steps = min(self._num_steps + num_steps, max(_REMEMBERED_STEPS, num_steps))
-        weight = max(num_steps / self._num_steps, least_weight)
-        self._num_steps = num_steps / weight
-        self.mean += weight * (num_tokens / num_steps - self.mean)
+        self.mean += (num_tokens / num_steps - self.mean) * num_steps / self._num_steps

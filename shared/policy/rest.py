@@ -6,8 +6,9 @@ from typing import Final
 
 from shared.policy.goodput import Goodput
 
-# In turns with drafts they take longer: they find less in the caches, and the drafter takes in what they bring. So many
-# times as long before it was seen, and at most; a new comparison counts so much against those before it.
+# In turns with drafts they take longer: they find less in the caches, and the drafter takes in what they bring. Before
+# any comparison so many times as long; of one so many times as long, or as short, is believed at most; and it counts so
+# much against those before it.
 _USUAL: Final = 1.04
 _MOST: Final = 1.5
 _WEIGHT: Final = 0.3
@@ -21,9 +22,13 @@ class Rest:
     long."""
 
     def __init__(self) -> None:
-        self.times = _USUAL
-        self._num_compared = 0
+        self._mean = _USUAL
+        self._num_compared = 1
         self._alone = Goodput()
+
+    @property
+    def times(self) -> float:
+        return max(1.0, self._mean)
 
     def observe(self, seconds: float, waited: float, num_steps: int) -> None:
         """So many on their own took so long in all."""
@@ -31,11 +36,12 @@ class Rest:
 
     def compare(self, seconds: float) -> None:
         """In turns with drafts one took so long on average, and soon before that some were on their own."""
-        if self._alone.num_seen < _LEAST_STEPS:
+        alone = self._alone.seconds_apart
+        if self._alone.num_seen < _LEAST_STEPS or alone <= 0:
             return
         self._num_compared += 1
-        times = min(max(seconds / self._alone.seconds_apart, 1.0), _MOST)
-        self.times += max(_WEIGHT, 1 / self._num_compared) * (times - self.times)
+        times = min(max(seconds / alone, 1 / _MOST), _MOST)
+        self._mean += max(_WEIGHT, 1 / self._num_compared) * (times - self._mean)
 
     def end(self) -> None:
         """None is on its own any more: a machine is faster or slower from one minute to the next."""

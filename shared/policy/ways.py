@@ -81,10 +81,8 @@ class _Known:
         self.is_unfinished = False
         # Whether the latest that it was in ended without telling which brings more.
         self.is_in_doubt = False
-        # Tokens of a sequence in a step. And how long that takes against the others' steps, as a logarithm, and whether
-        # that is known.
-        self.brought = Yield()
-        self.log_seconds, self.is_compared = 0.0, False
+        # Of tokens a second, over those of the others: a logarithm.
+        self.log_rate = 0.0
         # What is waited on average before the step behind one.
         self.waited: float | None = None
         # Trials in a row that changed nothing.
@@ -94,10 +92,6 @@ class _Known:
         self.next_trial = 0.0
         self.apart = 0.0
         self.patience = 0.0
-
-    @property
-    def relative_rate(self) -> float:
-        return self.brought.mean / math.exp(self.log_seconds)
 
     @property
     def trial_share(self) -> float:
@@ -127,6 +121,8 @@ class Ways:
         self._trial_steps = _TRIAL_STEPS  # of the latest
         self._known = {way: _Known() for way in Way}
         self._rest = Rest()
+        # Of one sequence, the way that is gone.
+        self._brought = Yield()
         # Of the latest step.
         self._latest: Way | None = None
         # How many times as much as that the best way brings.
@@ -184,13 +180,9 @@ class Ways:
         return self._seconds >= self._drafts_at
 
     def times(self, way: Way) -> float:
-        """How many times as much that way brings as the one that is gone; 1 as long as that is not known. How long
-        steps take says nothing but in turns: a machine is faster or slower from one minute to the next. What the one
-        that is gone brings in them is known from more steps than these."""
-        its, now = self._known[way], self._known[self.way]
-        if not (its.is_compared and now.is_compared):
-            return 1.0
-        return its.relative_rate / now.relative_rate
+        """How many times as much that way brings as the one that is gone. What they brought other than in turns
+        says nothing: a machine is faster or slower from one minute to the next, and texts are others."""
+        return math.exp(self._known[way].log_rate - self._known[self.way].log_rate)
 
     def is_known(self, way: Way) -> bool:
         return self._known[way].goodput.num_seen > 0
@@ -263,7 +255,7 @@ class Ways:
         if tried is None or not settles:
             self._known[way].goodput.observe(num_tokens, seconds, waited + unseen, num_steps)
         if way is self.way:
-            self._known[way].brought.observe(num_tokens / num_sequences, num_steps)
+            self._brought.observe(num_tokens / num_sequences, num_steps)
         if tried is None or not is_chosen:
             return
         side = tried.compared.gone if way is self.way else tried.compared.tried
@@ -326,6 +318,8 @@ class Ways:
         self._known[tried].num_in_vain += 1
         self._known[tried].is_in_doubt = False
         if self.times(tried) > _KEEP:
+            self._brought = Yield()
+            self._brought.observe(compared.tried.num_tokens, compared.tried.num_steps)
             if before is Way.PLAIN:
                 self._rest.end()
             self._known[before].num_in_vain = self._known[tried].num_in_vain = 0
@@ -350,20 +344,20 @@ class Ways:
 
     def _learn(self, tried: Way) -> float:
         """How many times as much it brought in its trial."""
-        its, now = self._known[tried], self._known[self.way]
+        its = self._known[tried]
         compared = its.compared
         if min(compared.tried.rate, compared.gone.rate) <= 0:
             return 0.0
-        its.brought.observe(compared.tried.num_tokens, compared.tried.num_steps, _TRIAL_WEIGHT)
         if self.way is Way.PLAIN:
             self._rest.compare(compared.gone.seconds_apart)
-        took = math.log(self._alone(tried, compared.tried) / self._alone(self.way, compared.gone))
+        took = self._alone(tried, compared.tried) / self._alone(self.way, compared.gone)
+        # What drafts bring is luck, and of what is gone there were more steps than those of the trial.
+        ratio = compared.tried.tokens_each / self._brought.mean / took
         pair, num = frozenset((tried, self.way)), _TIMES_IN_DOUBT if its.is_in_doubt else 1
         self._num_compared[pair] += num
         weight = max(_TRIAL_WEIGHT, num / self._num_compared[pair])
-        its.log_seconds += weight * (took - (its.log_seconds - now.log_seconds))
-        its.is_compared = now.is_compared = True
-        return compared.tried.rate / compared.gone.rate
+        its.log_rate += weight * math.log(ratio / self.times(tried))
+        return compared.tried.tokens_each / compared.gone.tokens_each / took
 
     def _alone(self, way: Way, side: Side) -> float:
         """Seconds that such a step takes if none of another way are between."""
