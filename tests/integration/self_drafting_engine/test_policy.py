@@ -44,7 +44,8 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     write(engine, [fixed, free])
     # But for the first of each, whose prompt is in its step.
     assert 290 <= told <= 305
-    assert set(by_how_many[3:]) == {1}, "as many as the tokens are of"
+    assert set(by_how_many) <= {1, 2}, "as many as the tokens are of"
+    assert by_how_many[3:].count(2) <= 2, "the last tokens of a fixed one have no draft"
     told = 0
     write(engine, [sequence(next(prompts), max_tokens=50, self_draft=SelfDraft(2))])
     assert told == 0
