@@ -33,9 +33,11 @@ def test_what_fixed_shapes_bring_says_nothing_of_whether_drafting_pays(tmp_path:
     fixed = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft(2))
     free = sequence(next(prompts), max_tokens=300, self_draft=SelfDraft())
     policy, told = drafting_of(engine)[0]._policy, 0
-    by_how_many: list[int] = []
+    by_how_many: list[int | None] = []
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
+    def note(
+        load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0, num_sequences: int | None = None
+    ) -> None:
         nonlocal told
         told += num_tokens
         by_how_many.append(num_sequences)
@@ -55,7 +57,9 @@ def test_steps_in_which_all_have_copies_say_nothing_of_a_drafter(tmp_path: Path)
     engine = engine_of(tiny_llama(tmp_path, num_layers=3), early_exit=2, copied_tokens=5000, num_blocks=200)
     proposer, told = drafting_of(engine)[0], 0
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
+    def note(
+        load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0, num_sequences: int | None = None
+    ) -> None:
         nonlocal told
         told += 1
 
@@ -79,7 +83,9 @@ def test_what_sequences_wait_for_their_owners_is_told(tmp_path: Path) -> None:
     proposer._clock = lambda: now
     told: list[float] = []
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
+    def note(
+        load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0, num_sequences: int | None = None
+    ) -> None:
         told.append(waited)
 
     proposer._policy.observe = note  # type: ignore[method-assign]
@@ -385,7 +391,9 @@ def test_what_it_takes_to_decide_is_only_what_drafts_take(tmp_path: Path, gone: 
         now += 1.0
         return gone
 
-    def note(load: int, way: Way, num_tokens: int, seconds: float, waited: float, num_sequences: int) -> None:
+    def note(
+        load: int, way: Way, num_tokens: int, seconds: float, waited: float = 0.0, num_sequences: int | None = None
+    ) -> None:
         assert way is gone
         told.append(seconds)
 
