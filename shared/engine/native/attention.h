@@ -13,7 +13,7 @@
 // Positions of a tile, of a chunk, and the rows (queries times heads) that a task should have.
 constexpr int TILE = PANEL;
 constexpr int64_t CHUNK = 512;
-constexpr int64_t TASK_ROWS = 48;
+constexpr int64_t TASK_ROWS = 64;
 // With fewer tasks than this to a thread, the chunks of a context become tasks of their own.
 constexpr int64_t TASKS_PER_THREAD = 4;
 

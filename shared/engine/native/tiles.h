@@ -48,10 +48,10 @@ public:
             const Weight *at = panel + j * PANEL * UNIT<Weight>;
             fetch<FROM>(ahead.at + j * ahead.step, TILE_ROWS * ahead.step);
             if constexpr (std::is_same_v<Weight, bf16>) {
-                add(rows + j * 2, stride, at);
+                add<FROM>(rows + j * 2, stride, at);
             } else {
                 widen(at, TILE_ROWS, weights);
-                add(rows + j * 2, stride, weights);
+                add<Source::CACHE>(rows + j * 2, stride, weights);
             }
         }
         if (j < units) {  // filled up with zeros
@@ -62,7 +62,7 @@ public:
             }
             __builtin_memset(weights, 0, sizeof weights);
             widen(panel + j * PANEL * UNIT<Weight>, left, weights);
-            add(inputs, 2 * TILE_ROWS, weights);
+            add<Source::CACHE>(inputs, 2 * TILE_ROWS, weights);
         }
         _tile_stored(0, to, to_stride * 4);
         _tile_stored(1, to + HALF_PANEL, to_stride * 4);
@@ -82,14 +82,17 @@ private:
         uint8_t rows[16] = {};
     };
 
-    // Adds what 16 units make of their inputs.
-    void add(const bf16 *rows, int64_t stride, const bf16 *units) const {
+    // Adds what 16 units make of their inputs. Those from memory are read once: they leave the first cache to the inputs,
+    // which every panel needs.
+    template <Source FROM> void add(const bf16 *rows, int64_t stride, const bf16 *units) const {
         constexpr int UNIT_BYTES = PANEL * 4;
         asm volatile("" ::: "memory");  // what is written by now is there: GCC 12 does not know that tiles are read from it
-        _tile_loadd(6, units, UNIT_BYTES);
+        if constexpr (FROM == Source::MEMORY) _tile_stream_loadd(6, units, UNIT_BYTES);
+        else _tile_loadd(6, units, UNIT_BYTES);
         _tile_loadd(4, rows, stride * 2);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, units + PANEL, UNIT_BYTES);
+        if constexpr (FROM == Source::MEMORY) _tile_stream_loadd(7, units + PANEL, UNIT_BYTES);
+        else _tile_loadd(7, units + PANEL, UNIT_BYTES);
         _tile_dpbf16ps(1, 4, 7);
         if (lower) {
             _tile_loadd(5, rows + upper * stride, stride * 2);
