@@ -96,7 +96,12 @@ def generate(
     ] = None,
     num_nodes: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Draft trees of so many tokens, at most 64.", show_default="chains"),
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="With --num-draft-tokens: draft trees of so many tokens, at most 64.",
+            show_default="chains; adaptive without it",
+        ),
     ] = None,
     sources: Annotated[
         list[DraftSource] | None,

@@ -34,7 +34,8 @@ _FEW_TRIALS: Final = 3
 # taken in meanwhile, and less is found in the caches. Where steps take a millisecond a plain one behind a round takes
 # 1.6 times as long as others, and the next two 1.25 times.
 _TURN: Final = 3
-_TURN_OF_PLAIN, _TURN_OF_DRAFTS = 2, 4
+_TURN_OF_PLAIN: Final = 2
+_TURN_OF_DRAFTS: Final = 4
 _SETTLING_SECONDS: Final = 0.006
 # But for no more than so many times as many that are begun: others' prompts may be in each, or there is nobody to try
 # it with, and a step behind such a one does not count either. It goes on where it ended when its time comes again.

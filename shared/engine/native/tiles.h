@@ -82,8 +82,8 @@ private:
         uint8_t rows[16] = {};
     };
 
-    // Adds what 16 units make of their inputs. Those from memory are read once: they leave the first cache to the inputs,
-    // which every panel needs.
+    // Adds what 16 units make of their inputs. Those from memory pass the first cache by: it is left to the inputs, which
+    // every panel needs.
     template <Source FROM> void add(const bf16 *rows, int64_t stride, const bf16 *units) const {
         constexpr int UNIT_BYTES = PANEL * 4;
         asm volatile("" ::: "memory");  // what is written by now is there: GCC 12 does not know that tiles are read from it
