@@ -104,7 +104,12 @@ template <class T> static inline void turn1(const T *key, int dim, uint32_t *to)
     }
 }
 template <class T> static inline void take_value(const T *value, int dim, int share, uint32_t *to, int64_t panel) {
-    for (int d = 0; d < dim; d++) reinterpret_cast<T *>(to + d / PANEL * panel + d % PANEL)[share] = value[d];
+    for (int d = 0; d < dim; d += PANEL, to += panel) {
+        int n = dim - d < PANEL ? dim - d : PANEL;
+        if constexpr (UNIT<T> == 1) __builtin_memcpy(to, value + d, n * sizeof(T));
+        else if (share) for (int i = 0; i < n; i++) to[i] = unit_of(bf16(to[i]), value[d + i]);
+        else for (int i = 0; i < n; i++) to[i] = unit_of(value[d + i], bf16(to[i] >> 16));
+    }
 }
 
 // What some rows have seen so far: the largest score, the sum of e^(score - largest), and the values weighted so.
@@ -288,14 +293,17 @@ static void attend_chunk(const Attention &how, const Pool &pool, const T *layer,
     int64_t first_token = batch.first_tokens[task.sequence] + task.first_query;
     int64_t tree_start = batch.tree_start(task.sequence);
     // Calls `of(first row, end of rows)` for all of them at once; in a tile that a tree reaches into for one query after
-    // another, `place(column, slot)` having put what belongs to its own line of ancestors into its columns.
+    // another, `place(column, slot)` having put what belongs to its own line of ancestors into its columns, but for what
+    // is there for the one before.
     auto by_rows = [&](int first, auto place, auto of) {
         int64_t begin = stretch.first + first, end = begin + TILE <= stretch.last ? begin + TILE : stretch.last + 1;
         if (end <= tree_start) return of(0, rows);
+        int64_t placed[TILE];
+        for (int i = 0; i < TILE; i++) placed[i] = begin + i;
         for (int row = 0; row < rows; row += fold) {
             int64_t token = first_token + row / fold, slot = batch.slot(task.sequence, token);
             for (int64_t at = batch.positions[token]; at >= tree_start && at >= begin; at--) {
-                if (at < end) place(int(at - begin), slot);
+                if (at < end && placed[at - begin] != slot) place(int(at - begin), placed[at - begin] = slot);
                 slot = batch.parent(task.sequence, slot);
             }
             of(row, row + fold);
