@@ -32,6 +32,8 @@ FIXED_SHAPES = (
 # off and on, until there were so many seconds without and so many loads of each, fixed shapes included.
 _LEAST_SECONDS = 48.0
 _LEAST_LOADS = 4
+# Of each fixed shape: by the prompt alone the rate of a tree over that of a chain scatters by a tenth.
+_LEAST_FIXED_LOADS = 8
 _MOST_TURNS = 64
 # And until it is known so well, as a share, how the two compare; on a noisy machine for at most so many times as long,
 # and beside the fixed shapes, which take most of the time, no longer.
@@ -142,16 +144,15 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
     """The modes of a turn, in an order that favours nobody.
 
     Every second turn goes backwards: over two of them every mode has the same mean position, so that a steady
-    drift costs all the same. The fixed shapes come in between, once each, off and on half as often as
-    there are of these. They take part in every turn: of a dozen that are hardly apart the best of few loads is the
-    luckiest.
+    drift costs all the same. The fixed shapes come in between, once each, off and on before every four of
+    these. They take part in every turn: of a dozen that are hardly apart the best of few loads is the luckiest.
     """
     modes = [OFF, ON]
     if with_fixed:
         modes = []
-        for i in range(0, len(FIXED_SHAPES), 2):
-            modes += [OFF, ON] if i % 4 == 0 else [ON, OFF]
-            modes += [Mode(True, shape) for shape in FIXED_SHAPES[i : i + 2]]
+        for i in range(0, len(FIXED_SHAPES), 4):
+            modes += [OFF, ON] if i % 8 == 0 else [ON, OFF]
+            modes += [Mode(True, shape) for shape in FIXED_SHAPES[i : i + 4]]
     return modes if turn % 2 == 0 else modes[::-1]
 
 
@@ -159,7 +160,7 @@ def num_turns(off_seconds: float, with_fixed: bool) -> int:
     """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
     num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
     turns = 2 * math.ceil(num_loads / (len(FIXED_SHAPES) if with_fixed else 2))
-    return min(max(_LEAST_LOADS, turns), _MOST_TURNS)
+    return min(max(_LEAST_FIXED_LOADS if with_fixed else _LEAST_LOADS, turns), _MOST_TURNS)
 
 
 def is_known(turns: Sequence[Turn], with_fixed: bool) -> bool:
