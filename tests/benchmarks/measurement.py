@@ -159,7 +159,7 @@ def order_of_loads(turn: int, with_fixed: bool) -> list[Mode]:
 def num_turns(off_seconds: float, with_fixed: bool) -> int:
     """Turns of a repeat, when a load without speculation takes so long: an even number, so that they balance."""
     num_loads = max(_LEAST_LOADS, math.ceil(_LEAST_SECONDS / off_seconds))
-    turns = 2 * math.ceil(num_loads / (len(FIXED_SHAPES) if with_fixed else 2))
+    turns = 2 * math.ceil(num_loads / (2 * order_of_loads(0, with_fixed).count(OFF)))
     return min(max(_LEAST_FIXED_LOADS if with_fixed else _LEAST_LOADS, turns), _MOST_TURNS)
 
 

@@ -225,7 +225,7 @@ def test_fixed_shapes_have_the_same_prompts_and_no_tenant_one_twice(turn: int) -
     assert fixed < set(others)
 
 
-@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 8), (7.9, 8, 8), (1.0, 48, 8), (0.1, 64, 64)])
+@pytest.mark.parametrize(("seconds", "num", "with_fixed"), [(20.0, 4, 8), (7.9, 8, 8), (1.0, 48, 12), (0.1, 64, 64)])
 def test_short_loads_are_run_in_more_turns_and_always_in_pairs(seconds: float, num: int, with_fixed: int) -> None:
     assert num_turns(seconds, with_fixed=False) == num
     assert num_turns(seconds, with_fixed=True) == with_fixed
