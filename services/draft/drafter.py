@@ -22,9 +22,10 @@ class Drafter:
     """Drafts behind the committed tokens of `sequence`.
 
     `candidates` runs parallel to the sequence's draws. `num_asked` is how many draft tokens the router
-    waits for, 0 when it waits for none. Asked for a tree it has no draws, but a `tree`, which is `grown` when it can be
-    answered with, and what was `copied` for it meanwhile. `acceptance` is that of what it drafts itself, learnt from
-    what is committed behind `answered`, the latest; `foresight`, of its trees, learns with it.
+    waits for, 0 when it waits for none. Asked for a tree it has no draws, but the sequence's tree, which can be
+    answered with once it has grown, and what was `copied` for it meanwhile. `acceptance` is that of what
+    it drafts itself, learnt from what is committed behind `answered`, the latest; `foresight`, of its trees, learns
+    with it.
     """
 
     sequence: Sequence
@@ -32,8 +33,6 @@ class Drafter:
     candidates: list[Candidates | None] = field(default_factory=list)
     num_asked: int = 0
     asked_ns: int = 0
-    tree: DraftTree | None = None
-    grown: bool = False
     num_nodes: int = 0
     copied: CopiedDraft | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -44,13 +43,12 @@ class Drafter:
         if self.answered:
             path = self.answered.path(token_ids)
             self.acceptance.observe_each(*outcome_of_likeliest(self.answered.followed_rows(), path))
-            if self.tree is not None:
-                self._own_draft(self.tree).settle(token_ids)
+            if self.sequence.tree is not None:
+                self._own_draft(self.sequence.tree).settle(token_ids)
             self.answered = EMPTY_PROPOSAL
         self.sequence.commit(base_length, token_ids)
         self.candidates = self.candidates[len(self.candidates) - self.sequence.num_drawn :]
         self.num_asked = 0
-        self.tree = None
 
     def prefill(self) -> None:
         """Computes the KV of what is committed, short of the last token, which the first draw needs.
@@ -78,34 +76,26 @@ class Drafter:
         self.candidates = []
         self.num_asked = num_draft_tokens
         self.asked_ns = time.time_ns()
-        self.tree, self.grown = DraftTree(num_nodes, num_draft_tokens, likelihood=self.foresight.likelihood), False
         self.num_nodes, self.copied = num_nodes, copied
-        self.sequence.grow(EMPTY_PROPOSAL, 0, self.tree.num_children)
+        self.sequence.grow(DraftTree(num_nodes, num_draft_tokens, likelihood=self.foresight.likelihood))
 
     def take(self, sampled: SampledTokens) -> None:
-        """Takes in one draw of the sequence's, or what may follow the latest tokens of its tree."""
-        if self.tree is None:
+        """Takes in what one step sampled: a draw of the sequence's; trees grow by themselves."""
+        if self.sequence.tree is None:
             self.candidates.append(sampled.candidates)
-            return
-        self.tree.take(sampled.children)
-        following = self.tree.advance()
-        if following is None:
-            self.grown = True
-        else:
-            self.sequence.grow(*following, self.tree.num_children)
 
     @property
     def answerable(self) -> bool:
-        if self.tree is not None:
-            return self.num_asked > 0 and self.grown
+        if self.sequence.tree is not None:
+            return self.num_asked > 0 and self.sequence.num_steps == 0
         return 0 < self.num_asked <= self.sequence.num_drawn
 
     def answer(self) -> Proposal:
         """The proposal asked for."""
         start, count = self.sequence.num_committed, self.num_asked
         self.num_asked = 0
-        if self.tree is not None:
-            own = self._own_draft(self.tree)
+        if self.sequence.tree is not None:
+            own = self._own_draft(self.sequence.tree)
             self.answered = own.proposal(len(own.likelihoods))
             if self.copied is None or not self.copied.likelihoods:
                 return self.answered

@@ -185,7 +185,7 @@ class DraftServicer(WorkerServicer[draft_pb2.DraftRequest, draft_pb2.DraftRespon
 
     def _answer(self, lane: DraftLane, drafter: Drafter) -> draft_pb2.DraftResult:
         proposal = drafter.answer()
-        if self._optimistic and drafter.tree is None:
+        if self._optimistic and drafter.sequence.tree is None:
             room = self.engine.max_context - len(drafter.sequence.token_ids)
             drafter.guess_on(min(len(proposal), room - 1))
         return self._result(lane, proposal, drafter.asked_ns)

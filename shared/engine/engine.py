@@ -61,7 +61,8 @@ class StepOutcome:
     """`gains` of the sequences that sampled; `failed` holds those that cannot be computed, removed.
 
     `prefills`: whose prompts are in it, and with how many tokens; `num_attended`: what those and the others attend to,
-    as in its plan. `num_following`: steps that followed in one go, whose gains are here as well, and nothing else.
+    as in its plan. `following`: the tokens of each step that followed in one go, whose gains are here as well, and
+    nothing else.
     """
 
     gains: list[Gain]
@@ -72,7 +73,7 @@ class StepOutcome:
     seconds: float
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     num_attended: tuple[int, int] = (0, 0)
-    num_following: int = 0
+    following: list[int] = field(default_factory=list)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -196,20 +197,19 @@ class Engine:
             self._proposer.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
         if self._ahead is not None:
             self._ahead.keep(self.blocks.num_used)
-        num_following = 0
+        following: list[int] = []
         # What had to be taken apart, or fails, is tried again as a step of its own.
-        while rows is not None and (followed := self._follow(plan)):
-            gains += followed
-            num_following += len(followed) // num_sequences
+        while rows is not None and (followed := self._follow(plan, gains)):
+            following += followed
         return StepOutcome(
-            gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended, num_following
+            gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended, following
         )
 
-    def _follow(self, plan: StepPlan) -> list[Gain]:
-        """What all gained in the steps that follow a completed one in one go; nothing if there are none, or they
-        failed."""
+    def _follow(self, plan: StepPlan, gains: list[Gain]) -> list[int]:
+        """Adds what all gain in the steps that follow a completed one in one go; how many tokens each computed, none
+        if there are none, or they failed."""
         if self._draw_ahead is None:
-            return self._follow_one(plan)
+            return self._follow_one(plan, gains)
         sequences = [item.sequence for item in plan.scheduled]
         num_steps = min(sequence.num_steps for sequence in sequences)
         if num_steps == 0:
@@ -218,21 +218,25 @@ class Engine:
             rows = [_rows_of(sequence) for sequence in sequences]
             draws = self._draw_ahead(rows, num_steps, self.model.vocab_size, self.model.device)
             if draws is None:
-                return self._follow_one(plan)
+                return self._follow_one(plan, gains)
             plans = self.scheduler.following(plan, num_steps)
             if not plans:
                 return []
             sampled = self._runner.run_ahead(plans, draws)
         except Exception as error:
             self._note_failure(error, plan)
-            return self._follow_one(plan)
-        return [Gain(*gained, 0) for gained in self.scheduler.complete_following(plans, sampled)]
+            return self._follow_one(plan, gains)
+        gains += [Gain(*gained, 0) for gained in self.scheduler.complete_following(plans, sampled)]
+        return [each.num_tokens for each in plans]
 
-    def _follow_one(self, plan: StepPlan) -> list[Gain]:
+    def _follow_one(self, plan: StepPlan, gains: list[Gain]) -> list[int]:
         """The same of one step."""
         plans = self.scheduler.following(plan, 1)
         rows = self._compute(plans[0]) if plans else None
-        return [] if rows is None else self._complete(plans[0], rows)
+        if rows is None:
+            return []
+        gains += self._complete(plans[0], rows)
+        return [plans[0].num_tokens]
 
     def _take_apart(self, plan: StepPlan) -> tuple[list[Gain], list[Sequence]]:
         """Of a plan that failed: what its sequences gained in parts of it, and those that failed even alone, which are

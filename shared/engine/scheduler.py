@@ -191,27 +191,26 @@ class Scheduler:
 
     def following(self, plan: StepPlan, most: int) -> list[StepPlan]:
         """The steps behind a completed one, `most` at most, in which all draw once more behind what they drew in the
-        one before, if nothing that comes meanwhile could be for them: everybody here was in that step and draws on.
-        Else none, and `schedule` says what is next."""
+        one before, or have their trees grow by a level, if nothing that comes meanwhile could be for them: everybody
+        here was in that step and draws on. Else none, and `schedule` says what is next."""
         sequences = [item.sequence for item in plan.scheduled]
         if self._waiting or len(sequences) != len(self._running):
             return []
-        if not all(each.draws_on and each.num_pending_tokens == 1 for each in sequences):
+        if not all(each.draws_on and each.num_pending_tokens == each.num_rows for each in sequences):
             return []
-        num_steps = min(most, *(each.num_steps for each in sequences))
-        # Each might need another block for the last of them.
-        room = self.pool.num_allocatable - len(sequences)
-        if room < 0:
+        num_rows = [each.num_rows for each in sequences]
+        if sum(num_rows) > self.max_batch_tokens:
             return []
-        while num_steps > 1 and sum(self._num_missing(each, num_steps - 1) for each in sequences) > room:
+        num_steps, room = min(most, *(each.num_steps for each in sequences)), self.pool.num_allocatable
+        while num_steps and sum(map(self._num_missing, sequences, (rows + num_steps - 1 for rows in num_rows))) > room:
             num_steps -= 1
         following = [StepPlan() for _ in range(num_steps)]
-        for sequence in sequences if num_steps else ():
+        for sequence, rows in zip(sequences, num_rows, strict=True) if num_steps else ():
             start = sequence.num_computed_tokens
             # Behind what it has just written to, so that nothing is shared.
-            copies = self._prepare_blocks(sequence, start, start + num_steps)
+            copies = self._prepare_blocks(sequence, start, start + rows + num_steps - 1)
             for i, step in enumerate(following):
-                step.scheduled.append(ScheduledSequence(sequence, start + i, 1, 1, [] if i else copies))
+                step.scheduled.append(ScheduledSequence(sequence, start + i, rows, rows, [] if i else copies))
         return following
 
     def complete(self, plan: StepPlan, sampled: List[SampledTokens]) -> list[tuple[Sequence, SampledTokens]]:

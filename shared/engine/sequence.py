@@ -8,6 +8,7 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from shared.engine.kv_import import KVImport
+from shared.sampling.draft_tree import DraftTree
 from shared.sampling.params import SamplingParams
 from shared.sampling.proposal import EMPTY_PROPOSAL, Proposal
 from shared.sampling.sampled import SampledTokens
@@ -28,7 +29,7 @@ class Sequence:
     `num_committed` are committed. `proposal` holds draft tokens to verify behind them. `num_steps` is how
     often the sequence may still sample before its owner must speak again; with none left its KV is only
     computed up to `num_wanted_tokens`; `draws_on`: between them its owner has nothing to say. `token_counts` counts
-    `token_ids` where the request has penalties. A drafter that grows a tree has it in `proposal`, as far as it is
+    `token_ids` where the request has penalties. A drafter that grows a `tree` has it in `proposal`, as far as it is
     computed or to be computed, and samples the `num_children` likeliest tokens behind each row from `first_row` on.
     `moves`: from which to which position KV is to move before anything more is computed. `kv_import` is what comes
     from another worker, to begin with.
@@ -56,7 +57,7 @@ class Sequence:
         self.draws_on = False
         self.proposal: Proposal = EMPTY_PROPOSAL
         self.first_row = 0
-        self.num_children = 0
+        self.tree: DraftTree | None = None
         self.moves: list[tuple[int, int]] = []
         self.forks: list[Sequence] = []
         self.kv_import: KVImport | None = None
@@ -90,6 +91,11 @@ class Sequence:
         return 1 + len(self.proposal) - self.first_row
 
     @property
+    def num_children(self) -> int:
+        """How many tokens that may follow each row it samples, in place of one that does; 0 where it grows no tree."""
+        return 0 if self.tree is None else self.tree.num_children
+
+    @property
     def drawn_by(self) -> SamplingParams:
         """How its next step draws: by `params`, or by noise of its own where that was foreseen."""
         if self._foreseen is not None and len(self.token_ids) < self._num_foreseen:
@@ -116,11 +122,15 @@ class Sequence:
     def advance(self, sampled: SampledTokens) -> SampledTokens:
         """Takes the outcome of a sampling step; returns it cut behind a stop token or at max_tokens.
 
-        Positions of rejected draft tokens fall back out of `num_computed_tokens`. What follows the rows of a tree that
-        grows is for its owner.
+        Positions of rejected draft tokens fall back out of `num_computed_tokens`. A tree grows by what may follow its
+        rows, and has more computed, in one more step, until it has grown.
         """
-        if sampled.children:
+        if self.tree is not None:
             self.num_steps -= 1
+            self.tree.take(sampled.children)
+            following = self.tree.advance()
+            if following is not None:
+                self._compute_tree(*following)
             return sampled
         before = len(self.token_ids)
         tokens = sampled.token_ids
@@ -185,10 +195,14 @@ class Sequence:
         del self.token_ids[self.num_committed :]
         self.num_computed_tokens = min(self.num_computed_tokens, self.num_committed - bool(drawn))
 
-    def grow(self, proposal: Proposal, first_row: int, num_children: int) -> None:
-        """Has a tree of a drafter's computed, and what may follow its rows from this one on sampled: one step."""
-        self.proposal, self.first_row, self.num_children = proposal, first_row, num_children
-        self.num_steps, self.draws_on = 1, False
+    def grow(self, tree: DraftTree) -> None:
+        """Has a new tree of a drafter's grow."""
+        self.tree, self.draws_on = tree, True
+        self._compute_tree(EMPTY_PROPOSAL, 0)
+
+    def _compute_tree(self, proposal: Proposal, first_row: int) -> None:
+        """Has as much of it computed, and what may follow its rows from that one on sampled."""
+        self.proposal, self.first_row, self.num_steps = proposal, first_row, 1
 
     def _take_path(self, token_ids: Tokens[int]) -> list[int]:
         """Gives a drafter's tree up; the rows of those of its tokens that are computed and agree with what was
@@ -196,7 +210,7 @@ class Sequence:
         tree, num_computed = self.proposal, self.num_computed_tokens - len(self.token_ids)
         # With nothing behind them the next draw needs the last token's logits once more.
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - (not token_ids))
-        self.proposal, self.first_row, self.num_children = EMPTY_PROPOSAL, 0, 0
+        self.proposal, self.first_row, self.tree = EMPTY_PROPOSAL, 0, None
         path = [0]
         rows = {
             (parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True), 1)

@@ -189,8 +189,8 @@ class WorkerServicer(ABC, Generic[Request, Response]):
         self._on_outcome(outcome)
         if self._metrics is not None:
             self._metrics.step(outcome.num_tokens, outcome.num_sequences)
-            for _ in range(outcome.num_following):
-                self._metrics.step(outcome.num_sequences, outcome.num_sequences)
+            for num_tokens in outcome.following:
+                self._metrics.step(num_tokens, outcome.num_sequences)
 
     def _on_release(self, stream: RouterStream[Response], sequence_id: int) -> None:
         lane = stream.lanes.pop(sequence_id, None)

@@ -208,7 +208,7 @@ def test_what_is_kept_of_a_tree_changes_nothing(
                 each.ask(3)
             else:
                 each.ask_for_tree(rng.randint(2, 5), rng.randint(6, 14))
-        asked = [(each.num_asked, each.tree._num_nodes if each.tree else 0) for each in kept]
+        asked = [(each.num_asked, each.sequence.tree._num_nodes if each.sequence.tree else 0) for each in kept]
         proposals = answers(engine, kept)
         for i, (text, each, proposal) in enumerate(zip(texts, kept, proposals, strict=True)):
             num_draft_tokens, num_nodes = asked[i]
@@ -232,6 +232,51 @@ def test_what_is_kept_of_a_tree_changes_nothing(
     for each in kept:
         engine.scheduler.remove(each.sequence)
     assert engine.blocks.counts().owned == 0
+
+
+def test_a_tree_grows_in_one_go_where_nobody_else_may_be_asked(model: CausalLM) -> None:
+    text, params = [5, 6, 7, 8, 9], SamplingParams(temperature=0.0)
+    engine = engine_for(model)
+    alone = drafter(engine, text, len(text), params)
+    alone.ask_for_tree(4, 12)
+    outcome = engine.step()
+    assert outcome is not None
+    assert alone.answerable
+    assert len(outcome.following) == 3
+    assert all(1 <= num_tokens <= WIDTH for num_tokens in outcome.following)
+    assert len(alone.sequence.proposal) == sum(outcome.following), "what was computed of it"
+    assert len(outcome.gains) == 4
+    both = [drafter(engine, text, len(text), params) for _ in range(2)]
+    both[0].ask_for_tree(4, 12)
+    for _ in range(4):
+        assert not both[0].answerable
+        outcome = engine.step()
+        assert outcome is not None
+        assert not outcome.following, "the other may be asked meanwhile"
+    assert lines(both[0].answer()) == lines(alone.answer())
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_levels"), [({}, 3), ({"max_batch_tokens": 17}, 0), ({"num_blocks": 6}, 1), ({"num_blocks": 5}, 0)]
+)
+def test_trees_grow_in_one_go_as_far_as_a_step_and_the_pool_have_room(
+    model: CausalLM, limits: dict[str, int], num_levels: int
+) -> None:
+    """Their second levels have 24 tokens, which take a block more each, and then more is to come."""
+    found: list[list[set[tuple[int, ...]]]] = []
+    for engine in (engine_for(model, **limits), engine_for(model)):
+        them = [drafter(engine, [i, 6, 7, 8, 9], 5, SamplingParams(temperature=0.0)) for i in (5, 6, 7)]
+        for each in them:
+            each.ask_for_tree(4, 12)
+        outcome = engine.step()
+        assert outcome is not None
+        assert not outcome.failed
+        assert (outcome.following or [24])[0] == 24
+        if not found:
+            assert len(outcome.following) == num_levels
+            assert engine.scheduler.num_preempted == 0
+        found.append([lines(proposal) for proposal in answers(engine, them)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("in_tree", [True, False])

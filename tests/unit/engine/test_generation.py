@@ -75,7 +75,7 @@ def test_draws_in_one_go_are_those_of_steps(
     for sequence in sequences:
         engine.scheduler.add(sequence)
     [outcome] = drain(engine)
-    assert outcome.num_following == 19
+    assert len(outcome.following) == 19
     assert len(outcome.gains) == 20 * len(prompts)
     assert outcome.num_tokens == sum(map(len, prompts))
     for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -103,7 +103,7 @@ def test_a_draw_that_fails_is_made_again_by_a_step_of_its_own(
     engine.scheduler.add(sequence := drafting(engine, prompt, 8))
     steps = iter(fails)
     failing_if(model, monkeypatch, lambda tokens: next(steps, False))
-    assert [outcome.num_following for outcome in drain(engine)] == num_following
+    assert [len(outcome.following) for outcome in drain(engine)] == num_following
     assert sequence.token_ids == generated[prompt][: len(prompt) + 8]
 
 
@@ -134,7 +134,7 @@ def test_whatever_is_drawn_in_one_go_is_what_steps_draw(model: CausalLM, num_blo
             candidates[gain.sequence].append(None if found is None else (found.num_entries, found.ids))
         seen.append([(sequence.token_ids, candidates[sequence]) for sequence in sequences])
         assert engine.scheduler.num_preempted == 0
-        assert sum(outcome.num_following for outcome in outcomes) > 0
+        assert sum(len(outcome.following) for outcome in outcomes) > 0
     assert seen[0] == seen[1]
     assert [len(text) for text, _ in seen[0]] == [11, 14, 11, 14]
     assert all(each is not None for _, some in seen[0][2:] for each in some)
@@ -157,7 +157,7 @@ def test_a_step_that_had_to_be_taken_apart_is_followed_by_none(
     outcome = engine.step()
     assert outcome is not None
     assert not outcome.failed
-    assert outcome.num_following == 0
+    assert len(outcome.following) == 0
     assert len(sizes) == 3
 
 
@@ -170,7 +170,7 @@ def test_penalties_are_not_drawn_ahead_and_change_nothing(model: CausalLM) -> No
         sequence.token_counts = TokenCounts(sequence.token_ids, sequence.num_prompt_tokens)
         engine.scheduler.add(sequence)
         [outcome] = drain(engine)
-        assert outcome.num_following == 11
+        assert len(outcome.following) == 11
         texts.append(sequence.token_ids)
     assert texts[0] == texts[1]
 
