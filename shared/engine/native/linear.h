@@ -59,6 +59,10 @@ static void multiply_panel(const Multiplier &multiplier, const Matrix &matrix, i
 // So many bytes of the next matrix are asked for while the last panels of one, and what comes between them, are computed.
 constexpr int64_t FIRST_BYTES = 65536;
 
+// And so many of a panel's followers with each row that is finished of it, where it is asked for as it is read: memory
+// would rest meanwhile.
+constexpr int64_t BYTES_A_ROW = 128;
+
 // The largest panel of which two, and the rows that they are multiplied by, are sure to be in the second cache together.
 constexpr int64_t MOST_BYTES_AHEAD = 262144;
 
@@ -103,6 +107,9 @@ static void linear(Team &team, const Matrix &matrix, Inputs inputs, int64_t num_
             if (matrix.bits == 4) multiply_by(matrix.panel<Int4>(p));
             for (int64_t r = 0; r < rows; r++) {
                 float *values = tile + r * PANEL;
+                if (shares == 1 && !few)
+                    for (int64_t i = 0; i < BYTES_A_ROW; i += 64)
+                        _mm_prefetch(whole + panel_bytes + AHEAD + r * BYTES_A_ROW + i, _MM_HINT_T1);
                 if (matrix.bias)
                     for (int64_t i = 0; i < n; i++) values[i] += matrix.bias[column + i];
                 finish(first + r, column, n, values);
