@@ -44,6 +44,10 @@ _MEASURED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128)
 _MAX_MEASURED_CONTEXT = 1 << 17
 # Failed steps in a row, with nothing else working either, after which an engine counts as broken.
 _MAX_FAILED_STEPS = 3
+# Steps follow one another in one go for so long: then somebody may wait for a sign of life, or have something to say.
+# None takes less than the least.
+_FOLLOWING_SECONDS = 0.5
+_LEAST_SECONDS = 1e-6
 
 
 class Gain(NamedTuple):
@@ -197,21 +201,34 @@ class Engine:
             self._proposer.settle(sum(len(gain.sampled.token_ids) for gain in gains), seconds, bool(prefills))
         if self._ahead is not None:
             self._ahead.keep(self.blocks.num_used)
-        following: list[int] = []
         # What had to be taken apart, or fails, is tried again as a step of its own.
-        while rows is not None and (followed := self._follow(plan, gains)):
-            following += followed
+        following = [] if rows is None else self._follow(plan, seconds, gains)
         return StepOutcome(
             gains, failed, num_tokens, num_sequences, began_ns, seconds, prefills, num_attended, following
         )
 
-    def _follow(self, plan: StepPlan, gains: list[Gain]) -> list[int]:
-        """Adds what all gain in the steps that follow a completed one in one go; how many tokens each computed, none
-        if there are none, or they failed."""
+    def _follow(self, plan: StepPlan, seconds: float, gains: list[Gain]) -> list[int]:
+        """Adds what all gain in the steps that follow a completed one, which took so long, in one go; how many tokens
+        each computed."""
+        following: list[int] = []
+        now = self.clock()
+        ends = now + _FOLLOWING_SECONDS
+        while most := int(max(0.0, ends - now) / max(seconds, _LEAST_SECONDS)):
+            followed = self._follow_some(plan, most, gains)
+            if not followed:
+                break
+            following += followed
+            before, now = now, self.clock()
+            seconds = (now - before) / len(followed)
+        return following
+
+    def _follow_some(self, plan: StepPlan, most: int, gains: list[Gain]) -> list[int]:
+        """The same of at most so many steps, as far as they are known beforehand; none if there are none, or they
+        failed."""
         if self._draw_ahead is None:
             return self._follow_one(plan, gains)
         sequences = [item.sequence for item in plan.scheduled]
-        num_steps = min(sequence.num_steps for sequence in sequences)
+        num_steps = min(most, *(sequence.num_steps for sequence in sequences))
         if num_steps == 0:
             return []
         try:

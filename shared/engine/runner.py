@@ -62,7 +62,7 @@ class ModelRunner:
             [item.num_tokens for item in plan.scheduled],
             [item.sequence.block_table for item in plan.scheduled],
             rows,
-            [item.sequence.proposal.parents if item.num_rows else () for item in plan.scheduled],
+            [item.parents for item in plan.scheduled],
         )
         if not rows and self.model.device.type == "cuda":
             # Nobody waits for its result, but others may read these blocks from now on, past the device's own queue.

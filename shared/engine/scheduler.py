@@ -265,9 +265,11 @@ class Scheduler:
         """Puts as much of the sequence into the plan as budget and blocks allow; returns the tokens taken."""
         num_tokens, num_rows = sequence.num_pending_tokens, sequence.num_rows if sequence.num_steps > 0 else 0
         if num_tokens > budget or sequence.forks:
-            # A chunk ends before the last committed token, so that all sampled rows are in one step; forks
-            # split there, so that each draws from logits of its own.
-            num_tokens = min(budget, len(sequence.token_ids) - 1 - sequence.num_computed_tokens)
+            # A chunk ends before the first row that is sampled, the last committed token's or of a tree that grows a
+            # later one, so that all of them are in one step; forks split there, so that each draws from logits of its
+            # own.
+            first_row = len(sequence.token_ids) - 1 + sequence.first_row
+            num_tokens = min(budget, first_row - sequence.num_computed_tokens)
             num_rows = 0
         if num_tokens <= 0:
             return 0

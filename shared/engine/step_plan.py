@@ -19,6 +19,11 @@ class ScheduledSequence:
     num_rows: int
     copies: list[tuple[int, int]]
 
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Of the sequence's token tree, as far as it is computed behind this (see `Proposal.parents`)."""
+        return self.sequence.proposal.parents[: max(0, self.start + self.num_tokens - len(self.sequence.token_ids))]
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -156,6 +156,12 @@ def engine_for(model: CausalLM, **fields: Any) -> Engine:
     return Engine(model, DraftSettings(model="tiny", **{"num_blocks": 100, "block_size": 8, **fields}), draw)
 
 
+@pytest.fixture(autouse=True)
+def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is too slow to be followed by others."""
+    monkeypatch.setattr(Engine, "clock", lambda self: 0.0)
+
+
 class Untaught(Foresight):
     """Learns nothing from one round for the next."""
 
@@ -277,6 +283,27 @@ def test_trees_grow_in_one_go_as_far_as_a_step_and_the_pool_have_room(
             assert engine.scheduler.num_preempted == 0
         found.append([lines(proposal) for proposal in answers(engine, them)])
     assert found[0] == found[1]
+
+
+def test_a_tree_that_lost_its_blocks_comes_back_in_steps_of_whatever_size(model: CausalLM) -> None:
+    """Preempted with more tokens of it computed than a step may have."""
+    text, params = [5, 6, 7, 8, 9], SamplingParams(temperature=0.0)
+    engine, fresh = engine_for(model, num_blocks=12, max_batch_tokens=17), engine_for(model)
+    old = drafter(engine, [3] * 8, 8, params)
+    old.prefill()
+    young, alone = (drafter(each, text, len(text), params) for each in (engine, fresh))
+    for each in (young, alone):
+        each.ask_for_tree(10, 80)
+    while len(young.sequence.proposal) < 17:
+        assert engine.step() is not None
+    assert not young.answerable
+    old.commit(8, list(range(10, 62)))
+    old.ask(3)
+    answered = answers(engine, [old, young])
+    assert engine.scheduler.num_preempted > 0
+    assert lines(answered[1]) == lines(answers(fresh, [alone])[0])
+    likelihoods = [each.sequence.tree.likelihoods() for each in (young, alone) if each.sequence.tree is not None]
+    assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("in_tree", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Tokens
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ from shared.sampling.sampled import SampledTokens
 from shared.sampling.token_counts import TokenCounts
 from shared.sampling.verifier import verify
 from tests.support.tiny_engine import LENGTHS, NUM_TOKENS, PROMPTS, VOCAB_SIZE, drain, engine_for, failing_if, greedy
+
+
+@pytest.fixture(autouse=True)
+def time_hardly_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is too slow to be followed by others."""
+    looks = count(1)
+    monkeypatch.setattr(Engine, "clock", lambda self: next(looks) * 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +146,30 @@ def test_whatever_is_drawn_in_one_go_is_what_steps_draw(model: CausalLM, num_blo
     assert seen[0] == seen[1]
     assert [len(text) for text, _ in seen[0]] == [11, 14, 11, 14]
     assert all(each is not None for _, some in seen[0][2:] for each in some)
+
+
+@pytest.mark.parametrize("ahead", [None, draw_ahead])
+def test_slow_steps_are_looked_in_between_of(
+    model: CausalLM,
+    generated: dict[tuple[int, ...], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: DrawAhead | None,
+) -> None:
+    """Of 0.2 seconds each two follow in half a second, and of one second none."""
+    for seconds, num_following in ((0.2, [2, 2, 1]), (1.0, [0] * 8)):
+        engine, prompt, now = engine_for(model, ahead), PROMPTS[-1], [0.0]
+        forward = model.forward
+
+        def slow(*args: Any, seconds: float = seconds, forward: Any = forward, now: list[float] = now) -> Any:
+            now[0] += seconds
+            return forward(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "clock", lambda now=now: now[0])
+            patch.setattr(model, "forward", slow)
+            engine.scheduler.add(sequence := drafting(engine, prompt, 8))
+            assert [len(outcome.following) for outcome in drain(engine)] == num_following
+        assert sequence.token_ids == generated[prompt][: len(prompt) + 8]
 
 
 def test_a_step_that_had_to_be_taken_apart_is_followed_by_none(
